@@ -1,0 +1,73 @@
+# Everything a reader needs is one word: make demo, make test, make lab. Each sets up what is missing, and nothing else
+# on the machine is touched: packages go into .venv, the default model into the user's cache.
+
+.PHONY: help demo test lab notebooks bench lint setup model clean
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# The stamp's name holds a checksum of what decides the environment: it goes stale when their contents change, and not
+# when a checkout only touches them.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
+NOTEBOOKS := $(wildcard notebooks exercises solutions)
+
+export OMP_WAIT_POLICY := passive
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# a user's pip may be set to install outside of virtual environments, and a user's Jupyter to prefer its own kernels
+export PIP_USER := 0
+export JUPYTER_PREFER_ENV_PATH := 1
+unexport PYTHONPATH PYTHONHOME
+
+help:
+	@echo "make demo       set up, then run the getting-started notebook for real and print what the model wrote"
+	@echo "make test       set up, then run the tests and compare every notebook with a fresh run"
+	@echo "make lab        set up, then open JupyterLab"
+	@echo "make notebooks  rebuild the .ipynb files from their .py sources"
+	@echo "make bench      measure the engine on this machine's CPU"
+	@echo "make lint       ruff and mypy"
+	@echo "make clean      remove .venv and build/"
+
+demo: setup
+	$(PY) tools/run_demo.py
+
+test: setup
+	$(PY) -m pytest -q tests
+	$(if $(NOTEBOOKS),TUTORIAL_LIVE=0 $(PY) -m pytest -q --nbval --nbval-current-env \
+	  --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout 120 $(NOTEBOOKS))
+
+lab: setup
+	$(PY) -m jupyterlab
+
+notebooks: setup
+	$(PY) tools/build_notebooks.py
+
+bench: setup
+	$(PY) bench/cpu.py
+
+lint: $(STAMP)
+	$(PY) -m pip install -q -c constraints.txt -e ".[dev]"
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+setup: model
+
+model: $(STAMP)
+	@$(PY) -m tutorial_engine.download
+
+# The first interpreter that is new enough makes the environment; make PYTHON=... names another.
+PYTHON := python3 python3.13 python3.12 python3.11
+FOUND = $(shell for p in $(PYTHON); do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+$(STAMP):
+	@test -n "$(FOUND)" || { \
+	  echo "This project needs Python 3.11 or newer, and none of these is: $(PYTHON) (python3: $$(python3 -V 2>&1))."; \
+	  echo "Install one, or say where it is: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PY) -c '' 2>/dev/null || $(FOUND) -m venv --clear $(VENV) || { \
+	  echo "'$(FOUND) -m venv' failed. On Debian and Ubuntu it needs a package: apt install python3-venv"; exit 1; }
+	$(PY) -m pip install -c constraints.txt -e ".[lab,test]"
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build
