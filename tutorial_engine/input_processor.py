@@ -1,0 +1,246 @@
+"""Input processor: from what the user passed to requests the scheduler can trust.
+
+    prompt (any form) -> token ids -> checked against the context limit and the vocabulary
+    SamplingParams    -> a private copy, checked against the model, completed with the model's stop ids
+
+Everything that can be refused is refused here, before a block is taken: a bad request must not cost the others anything.
+Owns: tokenising, chat templates, admission checks. Does not own: the forms of prompts (`inputs.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tutorial_engine.config import EngineConfig
+from tutorial_engine.exceptions import ChatTemplateResolutionError, VLLMValidationError
+from tutorial_engine.inputs import parse_prompt
+from tutorial_engine.request import Request
+from tutorial_engine.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_BAD_WORDS_SEQUENCES = 128
+# generation_config.json's names -> ours.
+_GENERATION_KEYS = {"repetition_penalty": "repetition_penalty", "temperature": "temperature", "top_k": "top_k",
+                    "top_p": "top_p", "min_p": "min_p", "max_new_tokens": "max_tokens"}
+
+
+class InputProcessor:
+    """Makes `Request`s.
+
+    Args:
+        config: limits.
+        tokenizer: transformers' fast tokenizer of the model.
+        vocab_size: rows of the embedding; ids beyond it do not exist.
+        generation_config: the content of generation_config.json, {} if there is none.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Any, vocab_size: int, generation_config: dict[str, Any]) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_token_id: int | None = tokenizer.eos_token_id
+        extra = generation_config.get("eos_token_id") or []
+        self.extra_eos_ids = [i for i in ([extra] if isinstance(extra, int) else extra) if i != self.eos_token_id]
+        use_file = config.args.generation_config != "vllm"
+        chosen = {**(generation_config if use_file else {}), **config.args.override_generation_config}
+        self._defaults = {ours: chosen[theirs] for theirs, ours in _GENERATION_KEYS.items()
+                          if chosen.get(theirs) is not None}
+        self._rng = random.Random(config.args.seed)
+        self._internal_ids = itertools.count()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request gets that passes no SamplingParams: the model's recommendation, or neutral values."""
+        return SamplingParams.from_optional(**self._defaults)
+
+    def make_requests(self, request_id: str, prompt: Any, params: SamplingParams, *, arrival_time: float | None = None,
+                      priority: int = 0, tokenization_kwargs: dict[str, Any] | None = None
+                      ) -> tuple[str | None, list[Request]]:
+        """Requests for one prompt: one, or n of them if params.n > 1.
+
+        n completions are n independent requests with seeds seed, seed + 1, ...; the prefix cache lets them share the
+        prompt's blocks.
+
+        Returns:
+            (the prompt's text if it is known, the requests).
+
+        Raises:
+            TypeError: wrong form. VLLMValidationError: anything this model or engine cannot do.
+        """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}.")
+        if priority and self.config.args.scheduling_policy != "priority":
+            raise VLLMValidationError(f"Got priority {priority} but priority scheduling is not enabled: build the "
+                                      "engine with scheduling_policy='priority'.", parameter="priority", value=priority)
+        parsed = parse_prompt(prompt)
+        token_ids = parsed.get("prompt_token_ids")
+        if token_ids is None:
+            token_ids = self.tokenize(parsed["prompt"], tokenization_kwargs or {})
+        token_ids = [int(i) for i in token_ids]
+        self._check_prompt(token_ids)
+        params = self._check_params(params, len(token_ids))
+        # All stop ids, so that none of them is chosen before min_tokens: EOS too, even if ignore_eos lets it pass later.
+        masked = frozenset([*params.stop_token_ids, *self.extra_eos_ids] + [self.eos_token_id] * (
+            self.eos_token_id is not None))
+        self._check_something_allowed(params, masked)
+        base_seed = self._rng.getrandbits(63) if params.seed is None else params.seed
+        internal_id = f"{request_id}-{next(self._internal_ids):08x}"
+        bad_words = self._tokenize_bad_words(params.bad_words)
+        requests = [Request(internal_id if params.n == 1 else f"{i}_{internal_id}", token_ids, params,
+                            seed=base_seed + i, eos_token_id=self.eos_token_id, masked_stop_ids=masked,
+                            priority=priority, arrival_time=arrival_time, cache_salt=parsed.get("cache_salt"),
+                            bad_words_token_ids=bad_words)
+                    for i in range(params.n)]
+        return parsed.get("prompt"), requests
+
+    def tokenize(self, text: str, tokenization_kwargs: dict[str, Any]) -> list[int]:
+        """Token ids of a text. Special tokens (a BOS, if the tokenizer has one) are added unless told otherwise.
+
+        tokenization_kwargs: add_special_tokens (bool), truncate_prompt_tokens (int; -1: what fits),
+        truncation_side ("left" or "right").
+        """
+        kwargs = dict(tokenization_kwargs)
+        add_special_tokens = kwargs.pop("add_special_tokens", True)
+        keep = kwargs.pop("truncate_prompt_tokens", None)
+        side = kwargs.pop("truncation_side", None) or getattr(self.tokenizer, "truncation_side", "right")
+        if kwargs:
+            raise TypeError(f"tokenization_kwargs has keys that this engine does not have: {sorted(kwargs)}.")
+        ids = list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        if keep is not None:
+            keep = self.config.max_model_len - 1 if keep == -1 else keep
+            if not isinstance(keep, int) or not 1 <= keep <= self.config.max_model_len:
+                raise VLLMValidationError(f"truncate_prompt_tokens must be -1 or between 1 and max_model_len="
+                                          f"{self.config.max_model_len}, got {keep!r}.",
+                                          parameter="truncate_prompt_tokens", value=keep)
+            ids = ids[-keep:] if side == "left" else ids[:keep]
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
+            logger.warning("The prompt starts with two BOS tokens: its text has one, and tokenising added another. Use "
+                           "chat(), or tokenization_kwargs={'add_special_tokens': False}.")
+        return ids
+
+    def _check_prompt(self, token_ids: Sequence[int]) -> None:
+        limit, length = self.config.max_model_len, len(token_ids)
+        if length == 0:
+            raise VLLMValidationError("The decoder prompt cannot be empty: it must hold at least one token.",
+                                      parameter="prompt")
+        if length > limit:
+            raise VLLMValidationError(
+                f"This model's maximum context length is {limit} tokens. However, your prompt contains at least "
+                f"{length} input tokens, which exceeds this limit even without any output tokens. Shorten the prompt, "
+                "or raise max_model_len if the model allows it.", parameter="input_tokens", value=length)
+        if length == limit:
+            raise VLLMValidationError(
+                f"This model's maximum context length is {limit} tokens. Your prompt contains {length} input tokens; "
+                "the prompt plus the number of requested output tokens (at least 1) is longer than the maximum model "
+                "length. Shorten the prompt.", parameter="input_tokens", value=length)
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise VLLMValidationError(f"Token id {token_id} is out of vocabulary: ids go from 0 to "
+                                          f"{self.vocab_size - 1}.", parameter="prompt_token_ids", value=token_id)
+
+    def _check_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        """A copy of `params` that fits this model, with max_tokens set and the model's further EOS ids added."""
+        params = params.clone()
+        for name in ("logprobs", "prompt_logprobs"):
+            asked, cap = getattr(params, name), self.config.args.max_logprobs
+            if asked is not None and cap != -1 and (asked == -1 or asked > cap):
+                raise VLLMValidationError(f"Requested {name} of {asked} is more than max_logprobs={cap}; ask for less, "
+                                          "or build the engine with a larger max_logprobs (-1: no limit).",
+                                          parameter=name, value=asked)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for token_id in getattr(params, name) or ():
+                if not 0 <= token_id < self.vocab_size:
+                    raise VLLMValidationError(f"{name} contains token id {token_id}, which is out of vocabulary: ids go "
+                                              f"from 0 to {self.vocab_size - 1}.", parameter=name, value=token_id)
+        if params.max_tokens is None:
+            params.max_tokens = self.config.max_model_len - prompt_len
+            if params.min_tokens > params.max_tokens:
+                raise VLLMValidationError(f"min_tokens={params.min_tokens} is more than the {params.max_tokens} tokens "
+                                          f"that a prompt of {prompt_len} leaves in a context of "
+                                          f"{self.config.max_model_len}.", parameter="min_tokens",
+                                          value=params.min_tokens)
+        if not params.ignore_eos:
+            params.stop_token_ids = list(dict.fromkeys([*params.stop_token_ids, *self.extra_eos_ids]))
+        return params
+
+    def _check_something_allowed(self, params: SamplingParams, masked: frozenset[int]) -> None:
+        if params.allowed_token_ids is not None and params.min_tokens and not set(params.allowed_token_ids) - masked:
+            raise VLLMValidationError("allowed_token_ids holds stop tokens only, and min_tokens forbids these at first: "
+                                      "no token could be chosen.", parameter="allowed_token_ids",
+                                      value=params.allowed_token_ids)
+
+    def _tokenize_bad_words(self, bad_words: Sequence[str]) -> list[list[int]]:
+        """Each word as it stands at the start of a text, and as it stands after a space.
+
+        The second form is kept only if it differs in its first id and has the same length, which is vLLM's rule, with
+        vLLM's gap: a word that is one token after a space and two without can still slip through in its short form.
+        """
+        sequences: list[list[int]] = []
+        for word in bad_words:
+            plain, spaced = (list(self.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False))
+                             for prefix in ("", " "))
+            if not plain:
+                raise VLLMValidationError(f"bad_words: {word!r} is no token at all.", parameter="bad_words", value=word)
+            sequences.append(plain)
+            if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+                sequences.append(spaced)
+        if len(sequences) > MAX_BAD_WORDS_SEQUENCES:
+            raise VLLMValidationError(f"bad_words makes {len(sequences)} token sequences, the limit is "
+                                      f"{MAX_BAD_WORDS_SEQUENCES}.", parameter="bad_words", value=len(sequences))
+        return sequences
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], *, chat_template: str | None,
+                    add_generation_prompt: bool, continue_final_message: bool, tools: list[dict] | None,
+                    chat_template_kwargs: dict[str, Any] | None) -> str:
+        """One conversation as the text that the model was trained on.
+
+        Raises:
+            ChatTemplateResolutionError: no template. VLLMValidationError: the template refuses, or bad messages.
+        """
+        template = chat_template or self.config.args.chat_template or self.tokenizer.chat_template
+        if template is None:
+            raise ChatTemplateResolutionError(
+                "This tokenizer has no chat template, and as of transformers v4.44, default chat template is no longer "
+                "allowed. Pass chat_template=..., or use generate() with a text that you lay out yourself.")
+        if "{" not in template and Path(template).is_file():
+            template = Path(template).read_text()
+        if add_generation_prompt and continue_final_message:
+            raise VLLMValidationError("continue_final_message and add_generation_prompt are not compatible: the one "
+                                      "continues the last message, the other starts a new one. Set one of them False.",
+                                      parameter="add_generation_prompt", value=True)
+        checked = [_check_message(m) for m in messages]
+        try:
+            return self.tokenizer.apply_chat_template(
+                checked, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message, tools=tools, **(chat_template_kwargs or {}))
+        except Exception as error:  # templates raise whatever Jinja raises
+            raise VLLMValidationError(f"The chat template failed: {error}", parameter="messages") from error
+
+
+def _check_message(message: Any) -> dict[str, Any]:
+    """A message whose content is text; a list of text parts is joined by newlines."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise VLLMValidationError("A message must be a dictionary with 'role' and 'content', such as "
+                                  f"{{'role': 'user', 'content': 'Hello'}}; got {message!r}.", parameter="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = []
+        for part in content:
+            if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+                texts.append(part["text"])
+            elif isinstance(part, str):
+                texts.append(part)
+            else:
+                raise VLLMValidationError(f"This engine serves text only; got a content part {part!r}.",
+                                          parameter="messages")
+        return {**message, "content": "\n".join(texts)}
+    if content is not None and not isinstance(content, str):
+        raise VLLMValidationError(f"The content of a message must be text, got {type(content).__name__}.",
+                                  parameter="messages")
+    return {**message, "content": content or ""}

@@ -1,0 +1,115 @@
+"""The KV cache: two tensors a layer, cut into blocks; and how many blocks there is memory for.
+
+    key_cache[layer]  [num_gpu_blocks, block_size, num_kv_heads, head_dim]       value_cache[layer]  the same
+
+    token i of a request  ->  logical block i // block_size  ->  block table  ->  physical block b
+                          ->  slot = b * block_size + i % block_size             (one number addresses one token)
+
+Owns: the tensors, the arithmetic of bytes, the sizing and its errors. Does not own: who uses which block.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from tutorial_engine.block_manager import cdiv
+from tutorial_engine.config import EngineConfig
+from tutorial_engine.exceptions import VLLMValidationError
+from tutorial_engine.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+# A laptop has other things to do: without kv_cache_memory_bytes a CPU's cache stays below this.
+CPU_DEFAULT_CACHE_BYTES = 2 * GIB
+
+
+def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that one token occupies: K and V, in every layer, for every KV head."""
+    return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * dtype.itemsize
+
+
+def available_kv_cache_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:
+    """Memory that the KV cache may take, once the weights are loaded.
+
+    Args:
+        activation_bytes: what one step at the full token budget needs besides weights and cache.
+    """
+    if config.args.kv_cache_memory_bytes is not None:
+        return config.args.kv_cache_memory_bytes
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total * config.args.gpu_memory_utilization) - (total - free) - activation_bytes
+    import psutil
+
+    free = psutil.virtual_memory().available
+    return min(int(free * config.args.gpu_memory_utilization) - activation_bytes, CPU_DEFAULT_CACHE_BYTES)
+
+
+def size_kv_cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, available_bytes: int
+                  ) -> tuple[int, int]:
+    """Number of blocks, and the longest sequence to accept.
+
+    Returns:
+        (num_gpu_blocks, max_model_len); the second differs from the config's only if the user asked for "auto".
+
+    Raises:
+        VLLMValidationError: not even one request of max_model_len tokens fits; the message says what would.
+    """
+    per_token = kv_bytes_per_token(model, dtype)
+    block_size, max_model_len = config.block_size, config.max_model_len
+    override = config.args.num_gpu_blocks_override
+    num_blocks = override if override is not None else max(available_bytes, 0) // (per_token * block_size)
+    # Block 0 is the null block and holds nothing. vLLM counts it only when the user fixed the number of blocks.
+    usable = num_blocks - 1
+    fits = usable * block_size
+    if usable < 1:
+        raise VLLMValidationError(
+            f"No available memory for the cache blocks: one block of {block_size} tokens needs "
+            f"{per_token * block_size:,} bytes, and {max(available_bytes, 0):,} bytes are left for the cache. Try "
+            "increasing `gpu_memory_utilization` or `kv_cache_memory_bytes`, or a smaller model.",
+            parameter="gpu_memory_utilization")
+    if config.args.max_model_len == -1:
+        max_model_len = min(max_model_len, fits)
+    if fits < max_model_len:
+        raise VLLMValidationError(
+            f"To serve at least one request with the model's max seq len ({max_model_len:,}), "
+            f"{cdiv(max_model_len, block_size):,} blocks of {block_size} tokens are needed "
+            f"({max_model_len * per_token / GIB:.3f} GiB), but the KV cache has {usable:,} usable blocks "
+            f"({fits * per_token / GIB:.3f} GiB). The estimated maximum model length is {fits:,}. Try "
+            f"max_model_len={fits}, or a larger pool (`num_gpu_blocks_override`, `kv_cache_memory_bytes`, "
+            "`gpu_memory_utilization`).", parameter="max_model_len", value=max_model_len)
+    logger.info("%s KV cache size: %s tokens, Maximum concurrency for %s tokens per request: %.2fx",
+                "GPU" if config.device == "cuda" else "CPU", f"{num_blocks * block_size:,}", f"{max_model_len:,}",
+                num_blocks / cdiv(max_model_len, block_size))
+    return num_blocks, max_model_len
+
+
+class KVCache:
+    """The tensors.
+
+    Attributes:
+        key, value: per layer, [num_blocks, block_size, num_kv_heads, head_dim] in the model's dtype.
+    """
+
+    def __init__(self, model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+                 ) -> None:
+        shape = (model.num_hidden_layers, num_blocks, block_size, model.num_key_value_heads, model.head_dim)
+        # zeros, not empty: padding reads the null block, and 0 * garbage could be NaN.
+        self.key = torch.zeros(shape, dtype=dtype, device=device).unbind(0)
+        self.value = torch.zeros(shape, dtype=dtype, device=device).unbind(0)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_bytes = 2 * self.key[0].numel() * dtype.itemsize * model.num_hidden_layers
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Scatter the K and V of a step's tokens to their slots.
+
+        Args:
+            key, value: [num_tokens, num_kv_heads, head_dim].
+            slot_mapping: [num_tokens] int64, block * block_size + offset of each token.
+        """
+        self.key[layer].flatten(0, 1).index_copy_(0, slot_mapping, key)
+        self.value[layer].flatten(0, 1).index_copy_(0, slot_mapping, value)

@@ -1,0 +1,211 @@
+"""`LLM`: offline inference. A list of prompts in, a list of outputs in the same order out.
+
+    llm = LLM()                                   loads the model, sizes the KV cache: once per process
+    outputs = llm.generate(prompts, params)       everything at once; the scheduler decides who runs when
+    outputs[i].outputs[0].text
+
+Owns: batches of prompts, progress bars, conversations. Does not own: the loop (`engine.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from tutorial_engine.config import EngineArgs
+from tutorial_engine.engine import LLMEngine
+from tutorial_engine.exceptions import VLLMValidationError
+from tutorial_engine.inputs import split_prompts
+from tutorial_engine.kv_cache import GIB
+from tutorial_engine.outputs import RequestOutput
+from tutorial_engine.sampling_params import RequestOutputKind, SamplingParams
+
+
+class LLM:
+    """A model, ready to generate.
+
+    Args:
+        model: "" or "smollm2-135m-instruct" for the course's own model (fetched once, then offline), a local folder, a
+            .gguf file, or a Hugging Face id.
+        **kwargs: the other fields of `EngineArgs`, by vLLM's names.
+
+    Raises:
+        TypeError: unknown argument. VLLMValidationError: a value out of range, or a cache too small for one request.
+        ModelLoadError: the model cannot be found or loaded.
+
+    >>> with LLM() as llm:
+    ...     print(llm.generate("The capital of France is")[0].outputs[0].text)
+    """
+
+    def __init__(self, model: str = "", **kwargs: Any) -> None:
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **kwargs))
+        self._request_ids = itertools.count()
+        self._enqueued: dict[str, RequestOutput | None] = {}
+
+    def generate(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 use_tqdm: bool | Callable[..., tqdm] = True, lora_request: Any = None,
+                 priority: Sequence[int] | None = None, tokenization_kwargs: dict[str, Any] | None = None,
+                 mm_processor_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
+        """Continue each prompt. No chat template is applied: see `chat`.
+
+        Args:
+            prompts: one prompt or a list of them: text, token ids, or a dict (see `inputs.py`).
+            sampling_params: one for all, one for each, or None for the model's own defaults.
+            use_tqdm: show progress; or a callable to make the bar with.
+            priority: one number per prompt, lower goes first (scheduling_policy="priority").
+            tokenization_kwargs: add_special_tokens, truncate_prompt_tokens, truncation_side.
+
+        Returns:
+            One `RequestOutput` per prompt, in the order of the prompts.
+
+        Raises:
+            TypeError, VLLMValidationError: a bad prompt or parameter. Nothing of this call is left in the engine.
+        """
+        self.enqueue(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority,
+                     tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
+        return self.wait_for_completion(use_tqdm=use_tqdm)
+
+    def chat(self, messages: Sequence[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+             use_tqdm: bool | Callable[..., tqdm] = True, lora_request: Any = None,
+             priority: Sequence[int] | None = None, chat_template: str | None = None,
+             chat_template_content_format: str = "auto", add_generation_prompt: bool = True,
+             continue_final_message: bool = False, tools: list[dict[str, Any]] | None = None,
+             chat_template_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
+        """Answer conversations: render each with the model's chat template, then generate.
+
+        Args:
+            messages: one conversation (a list of {"role", "content"} dicts) or a list of conversations.
+            chat_template: Jinja text or file to use instead of the model's.
+            add_generation_prompt: end with the marker that makes the model answer.
+            continue_final_message: let the model continue the last message instead.
+            tools, chat_template_kwargs: handed to the template.
+
+        Raises:
+            ChatTemplateResolutionError: the model has no template. VLLMValidationError: bad messages or parameters.
+        """
+        if chat_template_content_format not in ("auto", "string"):
+            raise VLLMValidationError("chat_template_content_format must be 'auto' or 'string': this engine serves "
+                                      "text only.", parameter="chat_template_content_format",
+                                      value=chat_template_content_format)
+        if not isinstance(messages, (list, tuple)):
+            raise TypeError("messages should be a list of messages, or a list of such lists, "
+                            f"got {type(messages).__name__}.")
+        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        prompts = []
+        for conversation in self._bar(use_tqdm, conversations, "Rendering conversations"):
+            prompts.append(self.llm_engine.input_processor.render_chat(
+                conversation, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message, tools=tools, chat_template_kwargs=chat_template_kwargs))
+        # The template writes the special tokens itself; adding them again would double the BOS.
+        self.enqueue(prompts, sampling_params, use_tqdm=False, lora_request=lora_request, priority=priority,
+                     tokenization_kwargs={"add_special_tokens": False})
+        return self.wait_for_completion(use_tqdm=use_tqdm)
+
+    def enqueue(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                use_tqdm: bool | Callable[..., tqdm] = True, lora_request: Any = None,
+                priority: Sequence[int] | None = None, tokenization_kwargs: dict[str, Any] | None = None,
+                mm_processor_kwargs: dict[str, Any] | None = None) -> list[str]:
+        """First half of `generate`: queue the prompts and return their request ids, without computing anything."""
+        if mm_processor_kwargs is not None:
+            raise VLLMValidationError("mm_processor_kwargs: this engine serves text only; leave it None.",
+                                      parameter="mm_processor_kwargs", value=mm_processor_kwargs)
+        prompts = split_prompts(prompts)
+        params = self._one_each("params", sampling_params, len(prompts), self.get_default_sampling_params)
+        loras = self._one_each("lora_request", lora_request, len(prompts), lambda: None)
+        priorities = self._one_each("priority", priority, len(prompts), lambda: 0)
+        added: list[str] = []
+        try:
+            for prompt, p, lora, prio in self._bar(
+                    use_tqdm, list(zip(prompts, params, loras, priorities)), "Rendering prompts"):
+                if isinstance(p, SamplingParams):
+                    p.output_kind = RequestOutputKind.FINAL_ONLY  # on the caller's object, as vLLM does
+                request_id = str(next(self._request_ids))
+                self.llm_engine.add_request(request_id, prompt, p, lora_request=lora, priority=prio,
+                                            tokenization_kwargs=tokenization_kwargs)
+                added.append(request_id)
+        except BaseException:
+            self.llm_engine.abort_request(added)
+            raise
+        self._enqueued.update(dict.fromkeys(added))
+        return added
+
+    def wait_for_completion(self, output_type: Any = None, *, use_tqdm: bool | Callable[..., tqdm] = True
+                            ) -> list[RequestOutput]:
+        """Second half of `generate`: run until everything queued is finished, and return it in order of arrival."""
+        if output_type not in (None, RequestOutput):
+            raise VLLMValidationError("output_type must be RequestOutput: this engine only generates.",
+                                      parameter="output_type", value=output_type)
+        engine, outputs = self.llm_engine, self._enqueued
+        began, num_input, num_output = time.perf_counter(), 0, 0
+        try:
+            with self._bar(use_tqdm, None, "Processed prompts", total=len(outputs)) as bar:
+                while None in outputs.values():
+                    for output in engine.step():
+                        if output.request_id not in outputs:
+                            continue  # added by hand through llm_engine
+                        outputs[output.request_id] = output
+                        num_input += len(output.prompt_token_ids) * len(output.outputs)
+                        num_output += sum(len(c.token_ids) for c in output.outputs)
+                        seconds = time.perf_counter() - began
+                        bar.set_postfix_str(f"est. speed input: {num_input / seconds:.2f} toks/s, "
+                                            f"output: {num_output / seconds:.2f} toks/s", refresh=False)
+                        bar.update(1)
+        except BaseException:
+            # An error or an interrupt: leave the engine as it was before.
+            engine.abort_request([i for i, output in outputs.items() if output is None])
+            raise
+        finally:
+            self._enqueued = {}
+        return sorted(outputs.values(), key=lambda output: int(output.request_id))
+
+    @staticmethod
+    def _bar(use_tqdm: bool | Callable[..., tqdm], iterable: Any, desc: str, **kwargs: Any) -> tqdm:
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        return make(iterable, desc=desc, disable=not use_tqdm, dynamic_ncols=True, **kwargs)
+
+    @staticmethod
+    def _one_each(name: str, given: Any, count: int, default: Callable[[], Any]) -> list[Any]:
+        """`given` for each prompt: None -> defaults, one object -> the same for all, a sequence -> one by one."""
+        if given is None:
+            return [default() for _ in range(count)]
+        if not isinstance(given, Sequence):
+            return [given] * count
+        if len(given) != count:
+            raise VLLMValidationError(f"The lengths of prompts ({count}) and {name} ({len(given)}) must be the same.",
+                                      parameter=name)
+        return list(given)
+
+    def get_tokenizer(self) -> Any:
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's recommended sampling (generation_config.json), or neutral values with
+        generation_config="vllm"."""
+        return self.llm_engine.input_processor.get_default_sampling_params()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached blocks; False if requests hold some."""
+        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def close(self) -> None:
+        """Give the memory back; afterwards this object is of no use."""
+        self.llm_engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        engine = self.llm_engine
+        if engine.model_runner is None:
+            return "LLM(closed)"
+        config, cache = engine.config, engine.model_runner.kv_cache
+        return (f"LLM({config.args.model or 'smollm2-135m-instruct'}, {config.dtype} on {config.device}, KV cache "
+                f"{cache.num_bytes / GIB:.2f} GiB = {cache.num_blocks} blocks of {config.block_size} tokens, "
+                f"max_model_len={config.max_model_len})")

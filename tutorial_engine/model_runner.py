@@ -1,0 +1,163 @@
+"""The model runner: turns a plan (`SchedulerOutput`) into tensors, runs the model once, samples once.
+
+    scheduled    a: tokens 0..5 (prefill)     b: token 89 (decode)     c: tokens 16..31 (chunk)
+    input_ids    [ a a a a a a | b | c ... c ]        one flat batch, no padding
+    positions    [ 0 1 2 3 4 5 | 89| 16 .. 31]
+    slot_mapping [ table of a  | .. | table of c ]    block * block_size + offset
+    logits rows  [           x | x |         x ]      only where a request reaches its last known token
+
+Owns: weights, cache tensors, the rows of the batch, everything with a device in it. Does not own: who runs, what stops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tutorial_engine.attention import AttentionMetadata
+from tutorial_engine.block_manager import cdiv
+from tutorial_engine.config import EngineConfig
+from tutorial_engine.kv_cache import KVCache, available_kv_cache_bytes, size_kv_cache
+from tutorial_engine.models.decoder import Decoder
+from tutorial_engine.models.loader import ModelSource
+from tutorial_engine.sampler import LogprobsLists, Sampler, SamplingMetadata
+from tutorial_engine.scheduler import ScheduledRequest, SchedulerOutput
+
+
+@dataclass
+class ModelRunnerOutput:
+    """What a step produced.
+
+    Attributes:
+        sampled_token_ids: request id -> new tokens; only requests that reached their last known token.
+        logprobs: request id -> (row, LogprobsLists) for the new token, if any request of the step asked.
+        prompt_logprobs: request id -> logprobs of the prompt tokens that this step's chunk predicts.
+    """
+
+    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: LogprobsLists | None = None
+    prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
+
+
+class BlockTables:
+    """Block tables of the requests in the batch as one array, a row per request.
+
+    Attributes:
+        table: [max_num_seqs, max_blocks_per_request] int64; rows of absent requests are stale.
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+        self.table = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self._row: dict[str, int] = {}
+        self._length: dict[str, int] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def update(self, out: SchedulerOutput) -> np.ndarray:
+        """Apply a step's changes. Returns the rows of the scheduled requests, in batch order."""
+        for request_id in out.dropped_req_ids:
+            if request_id in self._row:
+                self._free_rows.append(self._row.pop(request_id))
+        for request_id, s in out.scheduled.items():
+            if s.is_first:
+                self._row[request_id] = self._free_rows.pop()
+                self._length[request_id] = 0
+            begin = self._length[request_id]
+            end = self._length[request_id] = begin + len(s.new_block_ids)
+            self.table[self._row[request_id], begin:end] = s.new_block_ids
+        return np.array([self._row[request_id] for request_id in out.scheduled], dtype=np.int64)
+
+
+class ModelRunner:
+    """Holds the model and the cache, and executes steps.
+
+    Args:
+        config: what to run with.
+        source: where the weights come from.
+
+    Attributes:
+        num_gpu_blocks: blocks in the cache, the null block included.
+        max_model_len: the config's, or what fits if the user asked for "auto".
+    """
+
+    def __init__(self, config: EngineConfig, source: ModelSource) -> None:
+        self.config = config
+        self.device = torch.device(config.device)
+        self.dtype = getattr(torch, config.dtype)
+        self.model = Decoder(source.config, config.max_model_len, self.dtype, self.device)
+        self.model.load_weights(source.weights())
+        self.sampler = Sampler(config.args.logprobs_mode)
+        available = available_kv_cache_bytes(config, self.device, self._activation_bytes())
+        self.num_gpu_blocks, self.max_model_len = size_kv_cache(config, source.config, self.dtype, available)
+        self.kv_cache = KVCache(source.config, self.num_gpu_blocks, config.block_size, self.dtype, self.device)
+        self.block_tables = BlockTables(config.max_num_seqs, cdiv(self.max_model_len, config.block_size))
+
+    def _activation_bytes(self) -> int:
+        """Upper estimate of one step's temporaries: the MLP of a full budget, and logits of all seats in float32."""
+        c = self.model.config
+        per_token = (2 * c.hidden_size + 4 * c.intermediate_size) * self.dtype.itemsize
+        return self.config.max_num_batched_tokens * per_token + 3 * self.config.max_num_seqs * c.vocab_size * 4
+
+    @torch.inference_mode()
+    def execute_model(self, out: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step. `out` must schedule at least one token."""
+        steps = list(out.scheduled.values())
+        input_ids, positions, metadata = self._prepare_inputs(out, steps)
+        hidden = self.model(input_ids, positions, self.kv_cache, metadata)
+        result = ModelRunnerOutput()
+        last_rows = metadata.query_start_loc[1:] - 1
+        self._compute_prompt_logprobs(result, steps, hidden, metadata.query_start_loc)
+        sampling = [i for i, s in enumerate(steps) if s.samples]
+        if sampling:
+            requests = [steps[i].request for i in sampling]
+            logits = self.model.compute_logits(hidden[torch.from_numpy(last_rows[sampling]).to(self.device)])
+            token_ids, result.logprobs = self.sampler(
+                logits, SamplingMetadata(requests, logits.shape[1], self.device))
+            result.sampled_token_ids = {r.request_id: [t] for r, t in zip(requests, token_ids)}
+        return result
+
+    def _prepare_inputs(self, out: SchedulerOutput, steps: list[ScheduledRequest]
+                        ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
+        rows = self.block_tables.update(out)
+        num_tokens = np.array([s.num_tokens for s in steps], dtype=np.int64)
+        start = np.array([s.start for s in steps], dtype=np.int64)
+        query_start_loc = np.concatenate([[0], num_tokens.cumsum()])
+        # Position of flat token j of request r: start[r] + (j - query_start_loc[r]).
+        request = np.repeat(np.arange(len(steps)), num_tokens)
+        positions = np.arange(query_start_loc[-1]) + (start - query_start_loc[:-1])[request]
+        input_ids: list[int] = []
+        for s in steps:
+            input_ids += s.request.all_token_ids[s.start:s.start + s.num_tokens]
+        block_size = self.config.block_size
+        blocks = self.block_tables.table[rows[request], positions // block_size]
+        metadata = AttentionMetadata(
+            query_start_loc=query_start_loc, seq_lens=start + num_tokens, block_table=self.block_tables.table[rows],
+            slot_mapping=self._to_device(blocks * block_size + positions % block_size))
+        metadata.build_groups(block_size, self.dtype)
+        return self._to_device(np.array(input_ids)), self._to_device(positions), metadata
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _compute_prompt_logprobs(self, result: ModelRunnerOutput, steps: list[ScheduledRequest], hidden: torch.Tensor,
+                                 query_start_loc: np.ndarray) -> None:
+        """Row i of a chunk predicts prompt token start + i + 1; the last prompt token predicts output, not prompt."""
+        for i, s in enumerate(steps):
+            request = s.request
+            if request.sampling_params.prompt_logprobs is None:
+                continue
+            num_rows = min(s.num_tokens, request.num_prompt_tokens - 1 - s.start)
+            if num_rows <= 0:
+                continue
+            first = int(query_start_loc[i])
+            logits = self.model.compute_logits(hidden[first:first + num_rows])
+            targets = torch.tensor(request.all_token_ids[s.start + 1:s.start + 1 + num_rows], device=self.device)
+            asked = [request.sampling_params.prompt_logprobs] * num_rows
+            result.prompt_logprobs[request.request_id] = self.sampler.gather_logprobs(logits, targets, asked)
+
+    def close(self) -> None:
+        """Let go of weights and cache, and give a GPU's memory back."""
+        del self.model, self.kv_cache
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,166 @@
+"""One decoder for Llama, Qwen2 and Qwen3.
+
+    token ids -> embedding -> [ norm -> attention -> + ] -> [ norm -> MLP -> + ]  x layers  -> norm -> LM head -> logits
+                                q, k, v; RoPE; cache          gate, up; SiLU; down
+
+Qwen2 adds a bias to q, k and v; Qwen3 normalises each head of q and k. That is all the difference there is.
+
+q, k, v are one matrix here, and so are gate and up: fewer, larger products. All tokens of a step lie in one flat
+[num_tokens, hidden_size] tensor; which request a token belongs to is known to attention only.
+
+Owns: the forward pass and the strict loading of weights. Does not own: the cache, the batch, sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tutorial_engine.attention import AttentionMetadata, paged_attention
+from tutorial_engine.exceptions import ModelLoadError
+from tutorial_engine.kv_cache import KVCache
+from tutorial_engine.models.config import ModelConfig
+from tutorial_engine.models.linear import Linear
+from tutorial_engine.models.rope import RotaryEmbedding, apply_rope
+
+
+class DecoderLayer(nn.Module):
+    """One layer: attention and MLP, each with its norm in front and a residual around it."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config, self.index = config, index
+        hidden, heads, kv_heads, dim = (config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
+                                        config.head_dim)
+        self.input_norm = torch.empty(hidden, dtype=dtype, device=device)
+        self.qkv_proj = Linear(hidden, (heads + 2 * kv_heads) * dim, config.attention_bias, dtype, device)
+        self.o_proj = Linear(heads * dim, hidden, False, dtype, device)
+        self.post_attention_norm = torch.empty(hidden, dtype=dtype, device=device)
+        self.gate_up_proj = Linear(hidden, 2 * config.intermediate_size, False, dtype, device)
+        self.down_proj = Linear(config.intermediate_size, hidden, False, dtype, device)
+        if config.qk_norm:
+            self.q_norm = torch.empty(dim, dtype=dtype, device=device)
+            self.k_norm = torch.empty(dim, dtype=dtype, device=device)
+        self.qk_norm: torch.Tensor | None = None  # both, a row per head, made by pack(): one product scales q and k
+
+    def pack(self) -> None:
+        """Bring the weights into the layout that is fastest on this device."""
+        for linear in (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj):
+            linear.pack()
+        if self.config.qk_norm:
+            self.qk_norm = torch.cat([self.q_norm.expand(self.config.num_attention_heads, -1),
+                                      self.k_norm.expand(self.config.num_key_value_heads, -1)])
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv_cache: KVCache,
+                metadata: AttentionMetadata) -> torch.Tensor:
+        """x: [num_tokens, hidden_size] -> the same."""
+        c = self.config
+        h = rms_norm(x, self.input_norm, c.rms_norm_eps)
+        qkv = self.qkv_proj(h).view(-1, c.num_attention_heads + 2 * c.num_key_value_heads, c.head_dim)
+        qk, value = qkv.split([c.num_attention_heads + c.num_key_value_heads, c.num_key_value_heads], dim=1)
+        if self.qk_norm is not None:
+            qk = rms_norm(qk, None, c.rms_norm_eps) * self.qk_norm
+        query, key = apply_rope(qk, cos, sin).split([c.num_attention_heads, c.num_key_value_heads], dim=1)
+        kv_cache.write(self.index, key, value, metadata.slot_mapping)
+        attended = paged_attention(query, kv_cache, self.index, metadata)
+        x = x + self.o_proj(attended.flatten(1))
+        gate, up = self.gate_up_proj(rms_norm(x, self.post_attention_norm, c.rms_norm_eps)).chunk(2, dim=-1)
+        return x + self.down_proj(F.silu(gate) * up)
+
+
+class Decoder(nn.Module):
+    """The whole model.
+
+    Args:
+        config: its shape.
+        max_positions: longest sequence to be served.
+        dtype, device: of weights and activations.
+    """
+
+    def __init__(self, config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config, self.dtype, self.device = config, dtype, device
+        self.embed_tokens = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(config.num_hidden_layers))
+        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, False, dtype, device)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens
+        self.rotary = RotaryEmbedding(config, max_positions, dtype, device)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+                ) -> torch.Tensor:
+        """One step for a ragged batch.
+
+        Args:
+            input_ids, positions: [num_tokens] int64; a token's position counts from the start of its own request.
+
+        Returns:
+            Hidden states after the last norm, [num_tokens, hidden_size].
+        """
+        x = self.embed_tokens[input_ids]
+        cos, sin = self.rotary.rows(positions)
+        for layer in self.layers:
+            x = layer(x, cos, sin, kv_cache, metadata)
+        return rms_norm(x, self.norm, self.config.rms_norm_eps)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits in float32, [rows, vocab_size]; only rows that choose a token need them."""
+        return self.lm_head(hidden).float()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy a checkpoint's tensors in, by Hugging Face's names. Every weight must come exactly once.
+
+        Raises:
+            ModelLoadError: a tensor that this model has no place for, a wrong shape, or a place left empty.
+        """
+        places = self._places()
+        for name, tensor in weights:
+            if name not in places:
+                raise ModelLoadError(f"The checkpoint holds a weight that a {self.config.architecture} model of this "
+                                     f"config has no place for, or holds it twice: {name}. Is config.json the right one?")
+            place = places.pop(name)
+            if place.shape != tensor.shape:
+                raise ModelLoadError(f"Weight {name} has shape {list(tensor.shape)}, the config asks for "
+                                     f"{list(place.shape)}. Is config.json the right one?")
+            place.copy_(tensor)
+        if places:
+            some = ", ".join(list(places)[:3])
+            raise ModelLoadError(f"The checkpoint lacks {len(places)} weight(s), for example {some}. "
+                                 "Is the download complete?")
+        for layer in self.layers:
+            layer.pack()
+        self.lm_head.pack()
+
+    def _places(self) -> dict[str, torch.Tensor]:
+        """Where each tensor of a checkpoint goes: a view into our own, larger tensors."""
+        c = self.config
+        q, kv, ff = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size
+        places = {"model.embed_tokens.weight": self.embed_tokens, "model.norm.weight": self.norm}
+        if not c.tie_word_embeddings:
+            places["lm_head.weight"] = self.lm_head.weight
+        for i, layer in enumerate(self.layers):
+            p = f"model.layers.{i}."
+            places[p + "input_layernorm.weight"] = layer.input_norm
+            places[p + "post_attention_layernorm.weight"] = layer.post_attention_norm
+            places[p + "self_attn.o_proj.weight"] = layer.o_proj.weight
+            places[p + "mlp.down_proj.weight"] = layer.down_proj.weight
+            for name, part in zip("qkv", layer.qkv_proj.weight.split([q, kv, kv])):
+                places[p + f"self_attn.{name}_proj.weight"] = part
+            for name, part in zip(("gate", "up"), layer.gate_up_proj.weight.split([ff, ff])):
+                places[p + f"mlp.{name}_proj.weight"] = part
+            if c.attention_bias:
+                for name, part in zip("qkv", layer.qkv_proj.bias.split([q, kv, kv])):
+                    places[p + f"self_attn.{name}_proj.bias"] = part
+            if c.qk_norm:
+                places[p + "self_attn.q_norm.weight"] = layer.q_norm
+                places[p + "self_attn.k_norm.weight"] = layer.k_norm
+        return places
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467)."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)

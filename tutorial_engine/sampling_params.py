@@ -1,0 +1,238 @@
+"""`SamplingParams`: how a request wants its tokens chosen, and when it wants to stop.
+
+Owns: the fields, their defaults and their ranges. Does not own: what the fields do to the logits (`sampler.py`), to the
+text (`detokenizer.py`) or to the length of a request (`scheduler.py`). Names, order, defaults and ranges are vLLM's.
+
+    knobs on the distribution      temperature  top_k  top_p  min_p  seed
+    knobs on single tokens         presence / frequency / repetition penalty, logit_bias, allowed_token_ids, bad_words
+    when to stop                   max_tokens  min_tokens  stop  stop_token_ids  ignore_eos
+    what to hand back              n  logprobs  prompt_logprobs  detokenize  skip_special_tokens  output_kind
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+import numbers
+import os
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from tutorial_engine.exceptions import VLLMValidationError
+
+logger = logging.getLogger(__name__)
+
+MIN_TEMPERATURE = 0.01
+MAX_TEMPERATURE = 2.0
+GREEDY_TEMPERATURE = 1e-5  # below it a request is greedy
+
+# Keywords people bring from elsewhere, and what to tell them.
+_REMOVED = {
+    "best_of": "vLLM removed it: ask for n completions and rank them by cumulative_logprob.",
+    "use_beam_search": "vLLM moved it out of SamplingParams, to LLM.beam_search, which this engine does not have.",
+    "length_penalty": "It belonged to beam search, which is no longer a sampling parameter.",
+    "early_stopping": "It belonged to beam search, which is no longer a sampling parameter.",
+    "logits_processors": "vLLM has no per-request processors any more; they are given to the engine.",
+    "guided_decoding": "vLLM renamed it to structured_outputs.",
+    "truncate_prompt_tokens": "Pass it in tokenization_kwargs of generate() instead.",
+}
+_NOT_HERE = {
+    "logprob_token_ids", "thinking_token_budget", "repetition_detection", "stream_interval", "flat_logprobs",
+    "prompt_logprob_token_ids", "prompt_logprob_start", "routed_experts_prompt_start", "trace_decode_token_ids",
+    "watermarking",
+}
+
+
+class RequestOutputKind(Enum):
+    """What a streaming consumer receives: everything so far, only what is new, or only the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass
+class SamplingParams:
+    """Sampling and stopping parameters of one request.
+
+    Args (the rest is explained by its name and the table above):
+        n: completions per prompt; each is a request of its own that shares the prompt's blocks.
+        presence_penalty, frequency_penalty: in [-2, 2], over output tokens only.
+        repetition_penalty: > 0, over prompt and output tokens; 1 is neutral.
+        temperature: 0 for greedy, else in [0.01, 2]; a value in (0, 0.01) is raised to 0.01 with a warning.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: in (0, 1], keep the smallest set of tokens whose probability reaches it.
+        min_p: in [0, 1], drop tokens less likely than min_p times the most likely one.
+        seed: makes a request reproducible whatever else is in its batch; None draws a seed at admission.
+        stop: strings that end the text; the match is cut off unless include_stop_str_in_output.
+        max_tokens: at most this many output tokens, 16 unless said; None: up to the context limit.
+        logprobs, prompt_logprobs: None, -1 (whole vocabulary) or the number of alternatives per position.
+
+    Raises:
+        TypeError: unknown keyword.
+        VLLMValidationError: a value out of range; `.parameter` names it.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    spaces_between_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: Any = None
+    extra_args: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
+        # Runs before the generated __init__, so that a wrong keyword gets vLLM's words and a hint.
+        for name in kwargs.keys() - {f.name for f in dataclasses.fields(cls)}:
+            hint = _REMOVED.get(name, "")
+            if name in _NOT_HERE:
+                hint = "vLLM has it; this engine does not."
+            raise TypeError(f"Unexpected keyword argument '{name}'. {hint}".strip())
+        return super().__new__(cls)
+
+    @classmethod
+    def from_optional(cls, **kwargs: Any) -> SamplingParams:
+        """Build from fields that may be None, as a server does: None becomes the default; logit_bias keys may be
+        strings and its values are clamped to [-100, 100]."""
+        keep_none = {"max_tokens"}
+        given = {k: v for k, v in kwargs.items() if v is not None or k in keep_none}
+        if given.get("logit_bias"):
+            given["logit_bias"] = {int(k): min(100.0, max(-100.0, v)) for k, v in given["logit_bias"].items()}
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        if self.seed == -1:
+            self.seed = None
+        if self.stop is None:
+            self.stop = []
+        elif isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.stop = list(self.stop)
+        if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, (list, tuple, set, range)):
+            _fail("stop_token_ids", self.stop_token_ids, "must be a list of token ids")
+        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
+        self.bad_words = list(dict.fromkeys(self.bad_words or []))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                setattr(self, name, 1)
+        self._verify_sampling()
+        self._verify_stopping()
+        self._verify_supported()
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            logger.warning("temperature %s is below %s, where numbers overflow: using %s. Pass 0 for greedy sampling.",
+                           self.temperature, MIN_TEMPERATURE, MIN_TEMPERATURE)
+            self.temperature = MIN_TEMPERATURE
+        if self.greedy:
+            # A greedy choice ignores these; resetting them lets the sampler skip their work.
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+            if self.n > 1:
+                _fail("n", self.n, "must be 1 when using greedy sampling (all completions would be the same)")
+        if self.skip_reading_prefix_cache is None:
+            # A prefix hit would skip the very logits that prompt_logprobs asks for.
+            self.skip_reading_prefix_cache = self.prompt_logprobs is not None
+
+    def _verify_sampling(self) -> None:
+        max_n = int(os.environ.get("VLLM_MAX_N_SEQUENCES", 16384))
+        _check_int("n", self.n, 1, max_n)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_float(name, getattr(self, name), -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_int("top_k", self.top_k, -1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), -1)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                _fail("logit_bias", self.logit_bias, "must be a dict from token id to bias")
+            for token_id, bias in self.logit_bias.items():
+                _check_int("logit_bias", token_id, 0)
+                _check_float("logit_bias", bias, -math.inf, math.inf)
+        if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
+            _fail("allowed_token_ids", self.allowed_token_ids, "must not be empty: no token could be chosen")
+        for token_id in self.allowed_token_ids or []:
+            _check_int("allowed_token_ids", token_id, 0)
+
+    def _verify_stopping(self) -> None:
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _fail("min_tokens", self.min_tokens, f"must not be larger than max_tokens={self.max_tokens}")
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id)
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                if not isinstance(text, str) or not text:
+                    _fail(name, text, "must hold non-empty strings only")
+        if self.stop and not self.detokenize:
+            _fail("stop", self.stop, "needs text to look at: set detokenize=True, or stop by stop_token_ids")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            _fail("output_kind", self.output_kind, "must be a RequestOutputKind")
+
+    def _verify_supported(self) -> None:
+        if self.structured_outputs is not None:
+            _fail("structured_outputs", self.structured_outputs, "is not in this engine; leave it None")
+        if self.extra_args is not None:
+            _fail("extra_args", self.extra_args, "is read by custom logits processors only, and this engine has none")
+        if not self.spaces_between_special_tokens:
+            _fail("spaces_between_special_tokens", False, "is not in this engine; leave it True")
+
+    @property
+    def greedy(self) -> bool:
+        """True if the most likely token is taken at each step."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    def clone(self) -> SamplingParams:
+        """A deep copy, so that a request may be changed without changing its caller's object."""
+        return copy.deepcopy(self)
+
+
+def _fail(name: str, value: Any, rule: str) -> None:
+    raise VLLMValidationError(f"{name} {rule}, got {value!r}.", parameter=name, value=value)
+
+
+def _check_int(name: str, value: Any, low: int | None = None, high: int | None = None) -> None:
+    if not isinstance(value, numbers.Integral):
+        _fail(name, value, "must be an integer")
+    if low is not None and value < low:
+        _fail(name, value, f"must be at least {low}")
+    if high is not None and value > high:
+        _fail(name, value, f"must be at most {high}")
+
+
+def _check_float(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    if not isinstance(value, numbers.Real):
+        # A TypeError as from the comparison that vLLM makes here.
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+    inside = (low < value if open_low else low <= value) and value <= high
+    if not math.isfinite(value) or not inside:
+        interval = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if high < math.inf else ')'}"
+        _fail(name, value, f"must be a finite number in {interval}")
