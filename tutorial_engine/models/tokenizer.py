@@ -1,0 +1,158 @@
+"""Text to token ids and back.
+
+It owns the choice of tokenizer for a model on disk, and the one that is rebuilt from a GGUF file. The arithmetic of BPE
+is the `tokenizers` library's; the chat template, special tokens and the rest of the familiar interface come from
+transformers' `PreTrainedTokenizerFast`, which is what both functions return, wherever the files come from.
+
+A byte-level BPE tokenizer is three lists and one rule, and a GGUF file holds them all:
+
+    " 42 cats"  ──split──►  " " "4" "2" " cats"  ──bytes──►  Ġ 4 2 Ġcats  ──merges──►  ids
+                  ▲                                                          ▲
+            tokenizer.ggml.pre names the rule              .merges (in order of rank) and .tokens (position = id)
+                                                           .token_type says which ids are special
+
+transformers is imported inside the functions: it takes a second, which those who bring token ids need not wait for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tutorial_engine.exceptions import ModelLoadError
+from tutorial_engine.models.gguf import GGUFFile
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+_WAY_OUT = "Pass tokenizer='<Hugging Face id or folder>' to use the original model's tokenizer."
+
+# llama.cpp's token types.
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+
+# How text is cut before merging. GPT-2's own rule is built into the tokenizers library; Qwen2's and Llama 3's differ
+# only in how many digits stay together: contractions | a word with at most one sign before it | digits |
+# punctuation | line ends | blanks but the last before a word | blanks.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_PRE_TOKENIZERS = ("default", "gpt-2", "smollm", "qwen2", *_LLAMA3)
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """Load the tokenizer of a model on this machine.
+
+    Args:
+        path: a .gguf file, or a folder in Hugging Face's layout. Names of models are for `loader.resolve_tokenizer`.
+
+    Raises:
+        ModelLoadError: no tokenizer there, or one of a kind that cannot be built.
+    """
+    path = Path(path)
+    return gguf_tokenizer(GGUFFile.open(path)) if path.is_file() else folder_tokenizer(path)
+
+
+def folder_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that transformers finds in `folder`. Runs no code from the folder, and never asks the network."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever is wrong with the files: transformers has no common error for it
+        raise ModelLoadError(f"{folder}: no tokenizer could be loaded ({error}). {_WAY_OUT}") from error
+
+
+def gguf_tokenizer(gguf: GGUFFile) -> PreTrainedTokenizerFast:
+    """Rebuild the tokenizer that a GGUF file describes.
+
+    Raises:
+        ModelLoadError: the metadata is incomplete, or describes another kind than byte-level BPE.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    metadata = gguf.metadata
+    if (model := metadata.get("tokenizer.ggml.model")) != "gpt2":
+        raise ModelLoadError(
+            f"{gguf.path}: the tokenizer is of kind {model!r}; only byte-level BPE ('gpt2') can be rebuilt from a GGUF "
+            f"file. {_WAY_OUT}"
+        )
+    tokens = _string_list(gguf, "tokens")
+    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    if len(types) != len(tokens):
+        raise ModelLoadError(f"{gguf.path}: {len(tokens)} tokens but {len(types)} token types; the file is damaged.")
+    control = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
+    backend = _byte_level_bpe(gguf, tokens, types)
+
+    def named(role: str) -> str | None:
+        token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
+        return tokens[token_id] if isinstance(token_id, int) and 0 <= token_id < len(tokens) else None
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=named("bos"),
+        eos_token=named("eos"),
+        unk_token=named("unknown"),
+        pad_token=named("padding"),
+        extra_special_tokens=control,
+        # llama.cpp's defaults, where the file is silent: only Llama 3 begins every text with BOS.
+        add_bos_token=bool(metadata.get("tokenizer.ggml.add_bos_token", _pre_tokenizer_name(gguf) in _LLAMA3)),
+        add_eos_token=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        model_max_length=metadata.get(f"{metadata.get('general.architecture')}.context_length"),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_level_bpe(gguf: GGUFFile, tokens: list[str], types: Any) -> Tokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    # Unused tokens only pad the vocabulary to a round number; the original tokenizer does not have them.
+    vocab = {token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
+    merges = [tuple(merge.split(" ")) for merge in _string_list(gguf, "merges")]
+    name = _pre_tokenizer_name(gguf)
+    try:
+        # Llama 3 takes a word that is a token as it is, even if no sequence of merges leads to it.
+        tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=name in _LLAMA3))
+    except Exception as error:  # the library raises bare Exceptions
+        raise ModelLoadError(f"{gguf.path}: tokens and merges do not fit together ({error}). {_WAY_OUT}") from error
+    tokenizer.pre_tokenizer = _pre_tokenizer(name)
+    tokenizer.decoder = decoders.ByteLevel()
+    if name == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
+        special = kind == _CONTROL
+        add([AddedToken(t, normalized=False, special=special) for t, k in zip(tokens, types, strict=True) if k == kind])
+    return tokenizer
+
+
+def _pre_tokenizer_name(gguf: GGUFFile) -> str:
+    name = gguf.metadata.get("tokenizer.ggml.pre", "default")
+    if name not in _PRE_TOKENIZERS:
+        raise ModelLoadError(
+            f"{gguf.path}: the rule {name!r} for splitting text is unknown here; known are "
+            f"{', '.join(_PRE_TOKENIZERS)}. {_WAY_OUT}"
+        )
+    return name
+
+
+def _pre_tokenizer(name: str) -> Any:
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    if name in ("default", "gpt-2"):
+        return ByteLevel(add_prefix_space=False)
+    if name == "smollm":
+        return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    digits = r"\p{N}{1,3}" if name in _LLAMA3 else r"\p{N}"
+    split = Split(Regex(_SPLIT.replace("DIGITS", digits)), behavior="isolated")
+    return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _string_list(gguf: GGUFFile, key: str) -> list[str]:
+    value = gguf.metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(value, list):
+        raise ModelLoadError(f"{gguf.path}: there is no list tokenizer.ggml.{key}. {_WAY_OUT}")
+    return value
