@@ -96,6 +96,7 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
         notebook,
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
+        extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(folder)}},
         store_widget_state=False,
         record_timing=False,

@@ -37,7 +37,9 @@ def main() -> int:
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     print(f"running {NOTEBOOK.relative_to(ROOT)} ...", flush=True)
     try:
-        notebook = papermill.execute_notebook(NOTEBOOK, RESULT, cwd=NOTEBOOK.parent, kernel_name="python3")
+        notebook = papermill.execute_notebook(
+            NOTEBOOK, RESULT, cwd=NOTEBOOK.parent, kernel_name="python3", extra_arguments=["--log-level=ERROR"]
+        )
     except papermill.PapermillExecutionError as error:
         print(f"{error}\nThe notebook as far as it came: {RESULT}", file=sys.stderr)
         return 1
