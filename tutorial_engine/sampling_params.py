@@ -14,9 +14,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import math
 import numbers
 import os
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 2.0
 GREEDY_TEMPERATURE = 1e-5  # below it a request is greedy
+FLOAT32_MAX = 3.4028234663852886e38  # what the sampler computes in
 
 # Keywords people bring from elsewhere, and what to tell them.
 _REMOVED = {
@@ -119,28 +120,25 @@ class SamplingParams:
         strings and its values are clamped to [-100, 100]."""
         keep_none = {"max_tokens"}
         given = {k: v for k, v in kwargs.items() if v is not None or k in keep_none}
-        if given.get("logit_bias"):
-            given["logit_bias"] = {int(k): min(100.0, max(-100.0, v)) for k, v in given["logit_bias"].items()}
+        if isinstance(bias := given.get("logit_bias"), dict):
+            try:
+                given["logit_bias"] = {int(k) if isinstance(k, str) else k: min(max(v, -100.0), 100.0)
+                                       for k, v in bias.items()}
+            except ValueError:
+                _fail("logit_bias", bias, "must be a dict from token id to bias")
         return cls(**given)
 
     def __post_init__(self) -> None:
-        if self.seed == -1:
-            self.seed = None
-        if self.stop is None:
-            self.stop = []
-        elif isinstance(self.stop, str):
+        if isinstance(self.stop, str):
             self.stop = [self.stop]
-        self.stop = list(self.stop)
-        if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, (list, tuple, set, range)):
-            _fail("stop_token_ids", self.stop_token_ids, "must be a list of token ids")
-        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
-        self.bad_words = list(dict.fromkeys(self.bad_words or []))
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is True:
-                setattr(self, name, 1)
+        self.stop = _check_list("stop", self.stop)
+        for name in ("stop_token_ids", "bad_words"):
+            setattr(self, name, list(dict.fromkeys(_check_list(name, getattr(self, name)))))
         self._verify_sampling()
         self._verify_stopping()
         self._verify_supported()
+        if self.seed == -1:
+            self.seed = None
         if 0 < self.temperature < MIN_TEMPERATURE:
             logger.warning("temperature %s is below %s, where numbers overflow: using %s. Pass 0 for greedy sampling.",
                            self.temperature, MIN_TEMPERATURE, MIN_TEMPERATURE)
@@ -155,55 +153,63 @@ class SamplingParams:
             self.skip_reading_prefix_cache = self.prompt_logprobs is not None
 
     def _verify_sampling(self) -> None:
-        max_n = int(os.environ.get("VLLM_MAX_N_SEQUENCES", 16384))
-        _check_int("n", self.n, 1, max_n)
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check_float(name, getattr(self, name), -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_int("top_k", self.top_k, -1)
-        if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), -1)
+        self._verify_float("presence_penalty", -2.0, 2.0)
+        self._verify_float("frequency_penalty", -2.0, 2.0)
+        self._verify_float("repetition_penalty", 0.0, FLOAT32_MAX, open_low=True)
+        self._verify_float("temperature", 0.0, MAX_TEMPERATURE)
+        self._verify_float("top_p", 0.0, 1.0, open_low=True)
+        self._verify_float("min_p", 0.0, 1.0)
+        self._verify_int("n", 1, int(os.environ.get("VLLM_MAX_N_SEQUENCES", 16384)))
+        self._verify_int("top_k", -1)
+        self._verify_int("seed", -(2**63), 2**63 - 1, optional=True)
+        self._verify_int("logprobs", -1, optional=True)
+        self._verify_int("prompt_logprobs", -1, optional=True)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 _fail("logit_bias", self.logit_bias, "must be a dict from token id to bias")
-            for token_id, bias in self.logit_bias.items():
-                _check_int("logit_bias", token_id, 0)
-                _check_float("logit_bias", bias, -math.inf, math.inf)
-        if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
-            _fail("allowed_token_ids", self.allowed_token_ids, "must not be empty: no token could be chosen")
-        for token_id in self.allowed_token_ids or []:
-            _check_int("allowed_token_ids", token_id, 0)
+            self.logit_bias = {_check_int("logit_bias", k, 0): _check_float("logit_bias", v, -FLOAT32_MAX, FLOAT32_MAX)
+                               for k, v in self.logit_bias.items()}
+        if self.allowed_token_ids is not None:
+            allowed = _check_list("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                _fail("allowed_token_ids", allowed, "must not be empty: no token could be chosen")
+            self.allowed_token_ids = [_check_int("allowed_token_ids", token_id, 0) for token_id in allowed]
 
     def _verify_stopping(self) -> None:
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1)
-        _check_int("min_tokens", self.min_tokens, 0)
+        self._verify_int("max_tokens", 1, optional=True)
+        self._verify_int("min_tokens", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _fail("min_tokens", self.min_tokens, f"must not be larger than max_tokens={self.max_tokens}")
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id)
+        self.stop_token_ids = [_check_int("stop_token_ids", token_id) for token_id in self.stop_token_ids]
         for name in ("stop", "bad_words"):
             for text in getattr(self, name):
                 if not isinstance(text, str) or not text:
                     _fail(name, text, "must hold non-empty strings only")
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                _fail(name, getattr(self, name), "must be True or False")
         if self.stop and not self.detokenize:
             _fail("stop", self.stop, "needs text to look at: set detokenize=True, or stop by stop_token_ids")
         if not isinstance(self.output_kind, RequestOutputKind):
             _fail("output_kind", self.output_kind, "must be a RequestOutputKind")
+
+    def _verify_float(self, name: str, low: float, high: float, open_low: bool = False) -> None:
+        setattr(self, name, _check_float(name, getattr(self, name), low, high, open_low))
+
+    def _verify_int(self, name: str, low: int, high: int | None = None, optional: bool = False) -> None:
+        if getattr(self, name) is not None or not optional:
+            setattr(self, name, _check_int(name, getattr(self, name), low, high))
 
     def _verify_supported(self) -> None:
         if self.structured_outputs is not None:
             _fail("structured_outputs", self.structured_outputs, "is not in this engine; leave it None")
         if self.extra_args is not None:
             _fail("extra_args", self.extra_args, "is read by custom logits processors only, and this engine has none")
-        if not self.spaces_between_special_tokens:
-            _fail("spaces_between_special_tokens", False, "is not in this engine; leave it True")
+        if self.spaces_between_special_tokens is not True:
+            _fail("spaces_between_special_tokens", self.spaces_between_special_tokens,
+                  "is not in this engine; leave it True")
+        if self.skip_reading_prefix_cache not in (None, False, True):
+            _fail("skip_reading_prefix_cache", self.skip_reading_prefix_cache, "must be None, True or False")
 
     @property
     def greedy(self) -> bool:
@@ -219,20 +225,36 @@ def _fail(name: str, value: Any, rule: str) -> None:
     raise VLLMValidationError(f"{name} {rule}, got {value!r}.", parameter=name, value=value)
 
 
-def _check_int(name: str, value: Any, low: int | None = None, high: int | None = None) -> None:
+def _check_list(name: str, value: Any) -> list[Any]:
+    """`value` as a list of hashable items; [] for None."""
+    if value is None:
+        return []
+    # Not any iterable: the characters of a lone string would pass for words.
+    if not isinstance(value, (list, tuple, set, frozenset, range)):
+        _fail(name, value, "must be a list")
+    for item in value:
+        if not isinstance(item, Hashable):
+            _fail(name, value, "must be a flat list")
+    return list(value)
+
+
+def _check_int(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+    """`value` as Python's own int: numpy's would overflow where ours grow."""
     if not isinstance(value, numbers.Integral):
         _fail(name, value, "must be an integer")
     if low is not None and value < low:
         _fail(name, value, f"must be at least {low}")
     if high is not None and value > high:
         _fail(name, value, f"must be at most {high}")
+    return int(value)
 
 
-def _check_float(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+def _check_float(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
+    """`value` as a float that float32, which the sampler computes in, can hold."""
     if not isinstance(value, numbers.Real):
         # A TypeError as from the comparison that vLLM makes here.
         raise TypeError(f"{name} must be a number, got {value!r}.")
-    inside = (low < value if open_low else low <= value) and value <= high
-    if not math.isfinite(value) or not inside:
-        interval = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if high < math.inf else ')'}"
+    if not (low < value if open_low else low <= value) or not value <= high:  # this way round, NaN fails too
+        interval = f"{'(' if open_low else '['}{low:g}, {high:g}]"
         _fail(name, value, f"must be a finite number in {interval}")
+    return float(value)
