@@ -16,7 +16,7 @@ Owns: attention. Does not own: the cache's tensors (`kv_cache.py`) or the batch 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,20 +29,24 @@ from tutorial_engine.kv_cache import KVCache
 QUERY_TILE = 512
 
 
+# A group costs about as much as reading this many context tokens: fewer than that are rather padded than split off.
+MERGE_TOKENS = 400
+
+
 @dataclass
 class TileGroup:
     """Tiles that share one rectangle: B tiles x Q queries x T context tokens.
 
     Attributes:
-        rows: [B * Q] rows of the step's query tensor; padding repeats the tile's first row.
-        blocks: [B * T / block_size] physical blocks, padded with the null block.
+        rows: rows of the step's query tensor, [B * Q] or a slice if they lie together; padding repeats a tile's first.
+        block_rows: index for `KVCache.gather`; short tables are padded with the null block.
         mask: [B, 1, Q, T] added to the scores: 0 where a query may look, -inf elsewhere.
         keep: [n] positions in B * Q that are real queries, or None if all are.
         num_tiles, num_queries: B and Q.
     """
 
-    rows: torch.Tensor
-    blocks: torch.Tensor
+    rows: torch.Tensor | slice
+    block_rows: torch.Tensor
     mask: torch.Tensor
     keep: torch.Tensor | None
     num_tiles: int
@@ -54,10 +58,11 @@ class AttentionMetadata:
     """What attention must know about a step, under vLLM's names.
 
     Attributes:
-        query_start_loc: [R + 1] int64 on the CPU, first query row of each request.
-        seq_lens: [R] int64 on the CPU, context of each request, this step's tokens included.
-        block_table: [R, max_blocks] int64 on the CPU, physical blocks of each request.
+        query_start_loc: [R + 1] int64, first query row of each request.
+        seq_lens: [R] int64, context of each request, this step's tokens included.
+        block_table: [R, max_blocks] int64, physical blocks of each request.
         slot_mapping: [num_tokens] int64 on the device, where each token's K and V go.
+        head_rows: the same per KV head, see `KVCache.head_rows`.
         groups: the tiles of this step.
     """
 
@@ -65,42 +70,68 @@ class AttentionMetadata:
     seq_lens: np.ndarray
     block_table: np.ndarray
     slot_mapping: torch.Tensor
-    groups: list[TileGroup] = field(default_factory=list)
+    head_rows: torch.Tensor
+    groups: list[TileGroup]
 
-    def build_groups(self, block_size: int, dtype: torch.dtype) -> None:
+    @classmethod
+    def build(cls, query_start_loc: np.ndarray, seq_lens: np.ndarray, block_table: np.ndarray,
+              slot_mapping: torch.Tensor, kv_cache: KVCache) -> AttentionMetadata:
         """Cut the queries into tiles and put tiles of like size together."""
-        device = self.slot_mapping.device
-        num_queries = np.diff(self.query_start_loc)
-        # One row per tile: request, first query inside the request, number of queries.
+        metadata = cls(query_start_loc, seq_lens, block_table, slot_mapping, kv_cache.head_rows(slot_mapping), [])
+        num_queries = np.diff(query_start_loc)
+        # One row per tile: its request, its first query inside the request, its number of queries.
         tiles_per_request = -(-num_queries // QUERY_TILE)
         request = np.repeat(np.arange(len(num_queries)), tiles_per_request)
         first_tile = np.cumsum(tiles_per_request) - tiles_per_request
         begin = (np.arange(len(request)) - first_tile[request]) * QUERY_TILE
         length = np.minimum(num_queries[request] - begin, QUERY_TILE)
-        # A tile sees everything up to its own last query: num_computed + begin + length tokens.
-        num_computed = (self.seq_lens - num_queries)[request]
-        context = num_computed + begin + length
-        num_blocks = -(-context // block_size)
-        sizes = np.stack([_power_of_two(length), _power_of_two(num_blocks)], axis=1)
-        for size in np.unique(sizes, axis=0):
-            t = np.flatnonzero((sizes == size).all(axis=1))
-            q, nb = length[t].max(), num_blocks[t].max()
-            offset = np.arange(q)
-            real = offset < length[t, None]  # [B, Q]
-            start = (self.query_start_loc[request[t]] + begin[t])[:, None]
-            rows = start + np.where(real, offset, 0)
-            last_visible = (num_computed + begin)[t, None] + np.where(real, offset, 0)  # position of each query
-            hidden = np.arange(nb * block_size) > last_visible[:, :, None]  # [B, Q, T]
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
-            self.groups.append(TileGroup(
-                rows=torch.from_numpy(rows.reshape(-1)).to(device),
-                blocks=torch.from_numpy(self.block_table[request[t], :nb].reshape(-1)).to(device),
-                mask=mask[:, None].to(device),
-                keep=None if real.all() else torch.from_numpy(np.flatnonzero(real)).to(device),
-                num_tiles=len(t), num_queries=int(q)))
+        # A tile sees everything up to its own last query.
+        first_position = (seq_lens - num_queries)[request] + begin
+        num_blocks = -(-(first_position + length) // kv_cache.block_size)
+        for t in _group_tiles(length, num_blocks, kv_cache.block_size):
+            metadata._add_group(kv_cache, request[t], query_start_loc[request[t]] + begin[t], length[t],
+                                first_position[t], num_blocks[t].max())
+        return metadata
+
+    def _add_group(self, kv_cache: KVCache, request: np.ndarray, first_row: np.ndarray, length: np.ndarray,
+                   first_position: np.ndarray, num_blocks: int) -> None:
+        device = self.slot_mapping.device
+        offset = np.arange(length.max())
+        real = offset < length[:, None]  # [B, Q]
+        offset = np.where(real, offset, 0)
+        rows = (first_row[:, None] + offset).reshape(-1)
+        position = first_position[:, None] + offset  # of each query; it sees that many tokens before it, and itself
+        hidden = np.arange(num_blocks * kv_cache.block_size) > position[:, :, None]  # [B, Q, T]
+        mask = torch.zeros(hidden.shape, dtype=kv_cache.key[0].dtype)
+        mask.masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        together = len(rows) == rows[-1] - rows[0] + 1 and real.all()
+        blocks = torch.from_numpy(self.block_table[request, :num_blocks]).to(device)
+        self.groups.append(TileGroup(
+            rows=slice(int(rows[0]), int(rows[-1]) + 1) if together else torch.from_numpy(rows).to(device),
+            block_rows=kv_cache.block_rows(blocks), mask=mask[:, None].to(device),
+            keep=None if real.all() else torch.from_numpy(np.flatnonzero(real)).to(device),
+            num_tiles=len(request), num_queries=len(offset[0])))
 
 
-def _power_of_two(x: np.ndarray) -> np.ndarray:
+def _group_tiles(length: np.ndarray, num_blocks: np.ndarray, block_size: int) -> list[np.ndarray]:
+    """Tiles whose queries and context round up to the same powers of two, in groups of indices.
+
+    Small groups join the next larger one: a call has a price, and a little padding is cheaper.
+    """
+    sizes = np.stack([_log2(length), _log2(num_blocks)], axis=1)
+    groups: list[np.ndarray] = []
+    for size in np.unique(sizes, axis=0)[::-1]:  # the largest first
+        tiles = np.flatnonzero((sizes == size).all(axis=1))
+        if groups and (sizes[groups[-1][0], 0] == size[0]):
+            padding = (num_blocks[groups[-1]].max() - num_blocks[tiles]).sum() * block_size * length[tiles].max()
+            if padding <= MERGE_TOKENS:
+                groups[-1] = np.sort(np.concatenate([groups[-1], tiles]))
+                continue
+        groups.append(tiles)
+    return groups
+
+
+def _log2(x: np.ndarray) -> np.ndarray:
     """Exponent of the smallest power of two that is not below x."""
     return np.ceil(np.log2(x)).astype(np.int64)
 
@@ -114,27 +145,17 @@ def paged_attention(query: torch.Tensor, kv_cache: KVCache, layer: int, metadata
     Returns:
         [num_tokens, num_heads, head_dim].
     """
-    num_tokens, num_heads, head_dim = query.shape
+    _, num_heads, head_dim = query.shape
     out = torch.empty_like(query)
-    key_cache, value_cache = kv_cache.key[layer], kv_cache.value[layer]
-    num_kv_heads = key_cache.shape[2]
     for g in metadata.groups:
-        key = key_cache.index_select(0, g.blocks).view(g.num_tiles, -1, num_kv_heads, head_dim).transpose(1, 2)
-        value = value_cache.index_select(0, g.blocks).view(g.num_tiles, -1, num_kv_heads, head_dim).transpose(1, 2)
-        q = query.index_select(0, g.rows)
-        if g.num_queries == 1:
-            # Grouped-query attention: the heads that share a KV head become the "queries" of one product, so that
-            # K and V are read once for all of them.
-            q = q.view(g.num_tiles, num_kv_heads, num_heads // num_kv_heads, head_dim)
-            o = F.scaled_dot_product_attention(q, key, value, attn_mask=g.mask)
+        key, value = kv_cache.gather(layer, g.block_rows, g.num_tiles)
+        q = query[g.rows].view(g.num_tiles, g.num_queries, num_heads, head_dim).transpose(1, 2)
+        o = F.scaled_dot_product_attention(q, key, value, attn_mask=g.mask, enable_gqa=True)
+        o = o.transpose(1, 2).reshape(-1, num_heads, head_dim)
+        if g.keep is None:
+            out[g.rows] = o
         else:
-            q = q.view(g.num_tiles, g.num_queries, num_heads, head_dim).transpose(1, 2)
-            o = F.scaled_dot_product_attention(q, key, value, attn_mask=g.mask, enable_gqa=True).transpose(1, 2)
-        o = o.reshape(-1, num_heads, head_dim)
-        if g.keep is not None:
-            out.index_copy_(0, g.rows[g.keep], o[g.keep])
-        else:
-            out.index_copy_(0, g.rows, o)
+            out[g.rows[g.keep]] = o[g.keep]
     return out
 
 
@@ -145,12 +166,12 @@ def naive_paged_attention(query: torch.Tensor, kv_cache: KVCache, layer: int, me
     num_heads, head_dim = query.shape[1:]
     for r, seq_len in enumerate(metadata.seq_lens.tolist()):
         begin, end = metadata.query_start_loc[r], metadata.query_start_loc[r + 1]
-        # Walk the block table token by token.
-        slots = [int(metadata.block_table[r, i // kv_cache.block_size]) * kv_cache.block_size + i % kv_cache.block_size
-                 for i in range(seq_len)]
-        key, value = (t[layer].flatten(0, 1)[slots] for t in (kv_cache.key, kv_cache.value))
+        # Walk the block table token by token: [seq_len, num_kv_heads, head_dim].
+        blocks, offsets = zip(*((int(metadata.block_table[r, i // kv_cache.block_size]), i % kv_cache.block_size)
+                                for i in range(seq_len)), strict=True)
+        key, value = (cache[layer][list(blocks), :, list(offsets)] for cache in (kv_cache.key, kv_cache.value))
         for head in range(num_heads):
-            kv_head = head * key.shape[1] // num_heads
+            kv_head = head * kv_cache.num_kv_heads // num_heads
             for i in range(begin, end):
                 visible = seq_len - (end - i) + 1
                 scores = (key[:visible, kv_head] @ query[i, head]) / head_dim**0.5

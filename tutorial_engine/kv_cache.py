@@ -1,9 +1,12 @@
 """The KV cache: two tensors a layer, cut into blocks; and how many blocks there is memory for.
 
-    key_cache[layer]  [num_gpu_blocks, block_size, num_kv_heads, head_dim]       value_cache[layer]  the same
+    key[layer], value[layer]    [num_gpu_blocks, num_kv_heads, block_size, head_dim] each
 
     token i of a request  ->  logical block i // block_size  ->  block table  ->  physical block b
                           ->  slot = b * block_size + i % block_size             (one number addresses one token)
+
+Inside a block the heads come before the tokens (FlashInfer's "HND" order): attention reads one head at a time, and finds
+its block_size x head_dim numbers in one piece.
 
 Owns: the tensors, the arithmetic of bytes, the sizing and its errors. Does not own: who uses which block.
 """
@@ -91,25 +94,50 @@ class KVCache:
     """The tensors.
 
     Attributes:
-        key, value: per layer, [num_blocks, block_size, num_kv_heads, head_dim] in the model's dtype.
+        key, value: per layer, [num_blocks, num_kv_heads, block_size, head_dim] in the model's dtype.
     """
 
     def __init__(self, model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
                  ) -> None:
-        shape = (model.num_hidden_layers, num_blocks, block_size, model.num_key_value_heads, model.head_dim)
+        self.num_blocks, self.num_kv_heads, self.block_size = num_blocks, model.num_key_value_heads, block_size
+        shape = (model.num_hidden_layers, num_blocks, self.num_kv_heads, block_size, model.head_dim)
         # zeros, not empty: padding reads the null block, and 0 * garbage could be NaN.
         self.key = torch.zeros(shape, dtype=dtype, device=device).unbind(0)
         self.value = torch.zeros(shape, dtype=dtype, device=device).unbind(0)
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.num_bytes = 2 * self.key[0].numel() * dtype.itemsize * model.num_hidden_layers
+        self.num_bytes = num_blocks * block_size * kv_bytes_per_token(model, dtype)
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def head_rows(self, slot_mapping: torch.Tensor) -> torch.Tensor:
+        """Where each KV head of each token lives, counted in rows of head_dim numbers.
+
+        Args:
+            slot_mapping: [num_tokens] int64, block * block_size + offset of each token.
+
+        Returns:
+            [num_tokens * num_kv_heads] int64, for `write`: the same for all layers, so computed once a step.
+        """
+        block, offset = slot_mapping // self.block_size, slot_mapping % self.block_size
+        heads = torch.arange(self.num_kv_heads, device=slot_mapping.device)
+        return ((block[:, None] * self.num_kv_heads + heads) * self.block_size + offset[:, None]).flatten()
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, head_rows: torch.Tensor) -> None:
         """Scatter the K and V of a step's tokens to their slots.
 
         Args:
             key, value: [num_tokens, num_kv_heads, head_dim].
-            slot_mapping: [num_tokens] int64, block * block_size + offset of each token.
+            head_rows: from `head_rows`.
         """
-        self.key[layer].flatten(0, 1).index_copy_(0, slot_mapping, key)
-        self.value[layer].flatten(0, 1).index_copy_(0, slot_mapping, value)
+        head_dim = key.shape[-1]
+        self.key[layer].view(-1, head_dim).index_copy_(0, head_rows, key.reshape(-1, head_dim))
+        self.value[layer].view(-1, head_dim).index_copy_(0, head_rows, value.reshape(-1, head_dim))
+
+    def block_rows(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Index for `gather`. blocks: [tiles, num_blocks] int64 -> [tiles * num_kv_heads * num_blocks]."""
+        heads = torch.arange(self.num_kv_heads, device=blocks.device)[:, None]
+        return (blocks[:, None] * self.num_kv_heads + heads).flatten()
+
+    def gather(self, layer: int, block_rows: torch.Tensor, num_tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Walk the block tables: K and V as [tiles, num_kv_heads, num_blocks * block_size, head_dim] each."""
+        head_dim = self.key[layer].shape[-1]
+        key, value = (cache[layer].view(-1, self.block_size * head_dim).index_select(0, block_rows)
+                      .view(num_tiles, self.num_kv_heads, -1, head_dim) for cache in (self.key, self.value))
+        return key, value

@@ -131,10 +131,9 @@ class ModelRunner:
             input_ids += s.request.all_token_ids[s.start:s.start + s.num_tokens]
         block_size = self.config.block_size
         blocks = self.block_tables.table[rows[request], positions // block_size]
-        metadata = AttentionMetadata(
-            query_start_loc=query_start_loc, seq_lens=start + num_tokens, block_table=self.block_tables.table[rows],
-            slot_mapping=self._to_device(blocks * block_size + positions % block_size))
-        metadata.build_groups(block_size, self.dtype)
+        metadata = AttentionMetadata.build(
+            query_start_loc, start + num_tokens, self.block_tables.table[rows],
+            self._to_device(blocks * block_size + positions % block_size), self.kv_cache)
         return self._to_device(np.array(input_ids)), self._to_device(positions), metadata
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:

@@ -64,7 +64,7 @@ class DecoderLayer(nn.Module):
         if self.qk_norm is not None:
             qk = rms_norm(qk, None, c.rms_norm_eps) * self.qk_norm
         query, key = apply_rope(qk, cos, sin).split([c.num_attention_heads, c.num_key_value_heads], dim=1)
-        kv_cache.write(self.index, key, value, metadata.slot_mapping)
+        kv_cache.write(self.index, key, value, metadata.head_rows)
         attended = paged_attention(query, kv_cache, self.index, metadata)
         x = x + self.o_proj(attended.flatten(1))
         gate, up = self.gate_up_proj(rms_norm(x, self.post_attention_norm, c.rms_norm_eps)).chunk(2, dim=-1)

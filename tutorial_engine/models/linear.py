@@ -3,24 +3,22 @@
     y = x W^T        W [out_features, in_features]
 
 Why a class for that? Decoding multiplies a few rows with every weight of the model, so it lives on memory bandwidth, and
-on a CPU the default `F.linear` wastes half of it. Two layouts win, both found by measurement (`bench/cpu.py`):
+on a CPU the default `F.linear` wastes half of it. Two layouts do better there in float32:
 
-* oneDNN's blocked layout, packed once at load: 1.5 to 4 times faster than `F.linear` for 2 to 64 rows in float32.
-* for a single row and a wide output, W^T cut into one slab per thread: a product of a vector and a matrix is otherwise
-  run by one thread alone.
+* a few rows and more: oneDNN's blocked layout, packed once at load.
+* a single row: W^T cut into one slab per thread. A product of a vector and a matrix is otherwise run by one thread.
 
-Anything else (GPU, bfloat16, a torch without oneDNN) uses `F.linear`.
+They cost a second copy of the weights. Anything else (GPU, bfloat16, a torch without oneDNN) uses `F.linear`.
 Owns: layouts. Does not own: what the weights mean (`decoder.py`).
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-# An output this many times wider than the input gets slabs as well, at the price of a second copy of that weight.
-_WIDE = 4
 
 
 class Linear(nn.Module):
@@ -48,16 +46,16 @@ class Linear(nn.Module):
         if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
             return
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        num_slabs = torch.get_num_threads()
-        if self.bias is None and self.out_features >= _WIDE * self.in_features and self.out_features % num_slabs == 0:
-            # [threads, in_features, out_features / threads]
-            self.slabs = weight.view(num_slabs, -1, self.in_features).transpose(1, 2).contiguous()
+        num_slabs = math.gcd(torch.get_num_threads(), self.out_features)
+        # [num_slabs, in_features, out_features / num_slabs]
+        self.slabs = weight.view(num_slabs, -1, self.in_features).transpose(1, 2).contiguous()
         self.weight = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, out_features]."""
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)
-        if self.slabs is not None and x.shape[0] == 1:
-            return torch.bmm(x.expand(self.slabs.shape[0], 1, -1), self.slabs).view(1, -1)
+        if x.shape[0] == 1:
+            y = torch.bmm(x.expand(len(self.slabs), 1, -1), self.slabs).view(1, -1)
+            return y if self.bias is None else y.add_(self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")

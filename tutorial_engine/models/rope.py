@@ -72,15 +72,17 @@ class RotaryEmbedding:
     def __init__(self, config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         inv_freq, attention_factor = rope_frequencies(config)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq  # [max_positions, head_dim // 2]
-        self.cos = (angles.cos() * attention_factor).to(device=device, dtype=dtype)
-        self.sin = (angles.sin() * attention_factor).to(device=device, dtype=dtype)
+        cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+        # As wide as a head, with the sign that each half needs, so that `apply_rope` is three operations.
+        self.cos = torch.cat([cos, cos], dim=-1).to(device=device, dtype=dtype)
+        self.sin = torch.cat([-sin, sin], dim=-1).to(device=device, dtype=dtype)
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each [num_tokens, 1, head_dim // 2], ready to multiply heads with."""
+        """(cos, signed sin), each [num_tokens, 1, head_dim], ready to multiply heads with."""
         return self.cos[positions][:, None], self.sin[positions][:, None]
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn each pair (x[i], x[i + head_dim / 2]) by its angle. x: [num_tokens, num_heads, head_dim]."""
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin): rolling by half a head brings each number's partner to it.
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
