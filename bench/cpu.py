@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import platform
 import random
 import subprocess
@@ -25,7 +24,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # must be set before torch is imported
 
 import torch  # noqa: E402
 from tqdm.auto import tqdm  # noqa: E402
