@@ -143,8 +143,13 @@ class LLMEngine:
         return outputs
 
     def _fail_step(self, plan: SchedulerOutput) -> None:
-        failed = self.scheduler.discard_step(plan)
-        self.output_processor.forget([request.request_id for request in failed])
+        """End the requests of a step that failed, and with each the other completions of its prompt: without their
+        sibling they could never be handed out."""
+        parents = dict.fromkeys(self.output_processor.states[i].parent for i in plan.scheduled)
+        self.scheduler.discard_step(plan)
+        internal_ids = [request.request_id for parent in parents for request in parent.requests]
+        self.scheduler.finish_requests(internal_ids, RequestStatus.FINISHED_ERROR)
+        self.output_processor.forget(internal_ids)
 
     def _check_progress(self, plan: SchedulerOutput) -> None:
         """Turn waiting for ever into an error that says who waits for what."""

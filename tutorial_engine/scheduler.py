@@ -115,7 +115,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue(self.policy)
         self.running: list[Request] = []
-        self._dropped_req_ids: list[str] = []  # finished or preempted since the last step, for the runner to forget
+        # Finished or preempted, for the runner to forget; kept until a step that says so has really run.
+        self._dropped_req_ids: list[str] = []
 
     def add_request(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -133,11 +134,12 @@ class Scheduler:
             self.kv_cache_manager.cache_blocks(s.request, s.start + s.num_tokens)
         if out.preempted:
             out.waiting_reasons.update((r.request_id, "preempted in this step") for r in out.preempted)
+            out.waiting_reasons.setdefault(self.waiting.peek().request_id, "nobody is admitted in a step that preempts")
         else:
             self._schedule_waiting(out)
         for s in out.scheduled.values():
             s.request.num_computed_tokens += s.num_tokens
-        out.dropped_req_ids, self._dropped_req_ids = self._dropped_req_ids, []
+        out.dropped_req_ids = list(self._dropped_req_ids)
         return out
 
     def _schedule_running(self, out: SchedulerOutput) -> None:
@@ -225,6 +227,7 @@ class Scheduler:
             Per request id, the tokens that were kept (those after a stop are not).
         """
         self.kv_cache_manager.commit_step()
+        del self._dropped_req_ids[:len(out.dropped_req_ids)]
         kept: dict[str, list[int]] = {}
         for request_id, token_ids in sampled_token_ids.items():
             request = out.scheduled[request_id].request
@@ -236,12 +239,10 @@ class Scheduler:
                     break
         return kept
 
-    def discard_step(self, out: SchedulerOutput) -> list[Request]:
+    def discard_step(self, out: SchedulerOutput) -> None:
         """The model failed: whatever was planned is not in the cache. Finish the requests of the step as errors."""
         self.kv_cache_manager.rollback_step()
-        failed = [s.request for s in out.scheduled.values()]
-        self.finish_requests([r.request_id for r in failed], RequestStatus.FINISHED_ERROR)
-        return failed
+        self.finish_requests(out.scheduled, RequestStatus.FINISHED_ERROR)
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> None:
         """End requests from outside (abort, stop string, error). Unknown or finished ids are ignored."""
