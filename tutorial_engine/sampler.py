@@ -6,8 +6,8 @@
 
 The order is vLLM's. Every stage works on all rows at once and is skipped when no row asks for it.
 
-Randomness is counter-based: the noise of a token is a hash of (the request's seed, the position, the token id). It needs
-no generator state, so a seeded request draws the same tokens alone, in any batch, in any row, chunked or preempted.
+Randomness is counter-based: the noise of a token is a hash of (the request's seed, the position, the token id). It
+needs no generator state, so a seeded request draws the same tokens alone, in any batch and row, chunked or preempted.
 Gumbel-max: argmax(logits + g) with g = -log(-log(u)) is a draw from softmax(logits) (Maddison et al., arXiv 1411.0030,
 section 2.1). `brute_force_probs` is the slow twin: the exact distribution that a row should follow.
 
@@ -241,11 +241,16 @@ def truncate_head(logits: torch.Tensor, top_k: Sequence[int], top_p: Sequence[fl
     Returns:
         (logits [rows, HEAD] with the dropped ones at -inf, their token ids, whether the head held all that is kept).
     """
-    values, ids = logits.topk(min(HEAD, logits.shape[1]), dim=-1)
+    size, vocab_size = min(HEAD, logits.shape[1]), logits.shape[1]
+    # topk leaves equal values in any order; `truncate` puts the smaller id first.
+    ids = logits.topk(size, dim=-1, sorted=False).indices.sort(dim=-1).values
+    values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     kept = _truncate_sorted(values, logits.logsumexp(dim=-1, keepdim=True), top_k, top_p)
-    complete = values.shape[1] == logits.shape[1]
-    # If even the last of the head is kept, the first outside of it might have to be kept too.
-    return kept, ids, [complete or e for e in (kept[:, -1] == -torch.inf).tolist()]
+    # If the last of the head, or one that equals it, is kept, then one outside might have to be kept too, or instead.
+    # And a top_k beyond the head restricts the mass that top_p is a fraction of in a way that the head does not show.
+    least = kept.masked_fill(kept == -torch.inf, torch.inf).amin(dim=-1)
+    enough = [e and not size <= k < vocab_size for e, k in zip((least > values[:, -1]).tolist(), top_k)]
+    return kept, ids.gather(1, order), [size == vocab_size or e for e in enough]
 
 
 def truncate(logits: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
@@ -304,5 +309,6 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * -49064778989728563
     x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * -4265267296055464877
     x = x ^ ((x >> 33) & 0x7FFFFFFF)
-    uniform = ((x >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
+    # 52 bits and a half fit into a double exactly, so that the number is never rounded to 1.
+    uniform = ((x >> 12) & ((1 << 52) - 1)).double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_().float()
