@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from tutorial_engine.block_manager import KVCacheManager
 from tutorial_engine.config import EngineArgs, EngineConfig
 from tutorial_engine.exceptions import EngineDeadError, EngineGenerateError, VLLMValidationError
 from tutorial_engine.input_processor import InputProcessor
-from tutorial_engine.model_runner import ModelRunner
+from tutorial_engine.model_runner import ModelRunner, load_model
 from tutorial_engine.models.config import ModelConfig
-from tutorial_engine.models.loader import resolve_model, resolve_tokenizer
+from tutorial_engine.models.loader import ModelSource, resolve_model, resolve_tokenizer
 from tutorial_engine.output_processor import OutputProcessor, ParentRequest
 from tutorial_engine.outputs import RequestOutput
 from tutorial_engine.request import RequestStatus
@@ -71,16 +72,23 @@ class LLMEngine:
             ModelLoadError: no such model, or not a kind that this engine can load.
             VLLMValidationError: arguments that contradict each other, the model or the device.
         """
-        source = resolve_model(args.model, args.revision)
-        tokenizer = source.tokenizer() if args.tokenizer is None else resolve_tokenizer(
-            args.tokenizer, args.tokenizer_revision)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         capability = torch.cuda.get_device_capability() if device == "cuda" else None
-        config = EngineConfig.resolve(args, _model_max_len(source.config, tokenizer), device, capability)
+        source = resolve_model(args.model, args.revision)
+        model_max_len = _model_max_len(source.config)
+        config = EngineConfig.resolve(args, model_max_len, device, capability)
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            # Importing transformers takes as long as reading the weights of a small model: do both at once.
+            loading = pool.submit(_load_tokenizer, args, source)
+            model = load_model(config, source)
+            tokenizer = loading.result()
+        # transformers writes a huge number where a tokenizer has no limit.
+        limit = min(model_max_len, getattr(tokenizer, "model_max_length", None) or model_max_len)
+        config = EngineConfig.resolve(args, limit, device, capability)
         generation_config = source.generation_config
         if args.generation_config not in ("auto", "vllm"):
             generation_config = _read_generation_config(Path(args.generation_config))
-        return cls(config, ModelRunner(config, source), tokenizer, source.config.vocab_size, generation_config)
+        return cls(config, ModelRunner(config, model), tokenizer, source.config.vocab_size, generation_config)
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams, arrival_time: float | None = None,
                     lora_request: Any = None, tokenization_kwargs: dict[str, Any] | None = None, priority: int = 0
@@ -227,13 +235,16 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def _model_max_len(model: ModelConfig, tokenizer: Any) -> int:
-    """Longest sequence that model and tokenizer allow, stretched RoPE included."""
+def _load_tokenizer(args: EngineArgs, source: ModelSource) -> Any:
+    return source.tokenizer() if args.tokenizer is None else resolve_tokenizer(args.tokenizer, args.tokenizer_revision)
+
+
+def _model_max_len(model: ModelConfig) -> int:
+    """Longest sequence that the model allows, stretched RoPE included."""
     length = model.max_position_embeddings
     rope = model.rope_scaling or {}
     if rope.get("rope_type") == "linear":
         length = int(length * rope["factor"])
     elif rope.get("rope_type") == "yarn":
         length = int(rope["original_max_position_embeddings"] * rope["factor"])
-    # transformers writes a huge number where a tokenizer has no limit.
-    return min(length, getattr(tokenizer, "model_max_length", None) or length)
+    return length

@@ -14,7 +14,9 @@ Owns: the tensors, the arithmetic of bytes, the sizing and its errors. Does not 
 from __future__ import annotations
 
 import logging
+import math
 
+import numpy as np
 import torch
 
 from tutorial_engine.block_manager import cdiv
@@ -101,9 +103,7 @@ class KVCache:
                  ) -> None:
         self.num_blocks, self.num_kv_heads, self.block_size = num_blocks, model.num_key_value_heads, block_size
         shape = (model.num_hidden_layers, num_blocks, self.num_kv_heads, block_size, model.head_dim)
-        # zeros, not empty: padding reads the null block, and 0 * garbage could be NaN.
-        self.key = torch.zeros(shape, dtype=dtype, device=device).unbind(0)
-        self.value = torch.zeros(shape, dtype=dtype, device=device).unbind(0)
+        self.key, self.value = (_zeros(shape, dtype, device).unbind(0) for _ in range(2))
         self.num_bytes = num_blocks * block_size * kv_bytes_per_token(model, dtype)
 
     def head_rows(self, slot_mapping: torch.Tensor) -> torch.Tensor:
@@ -141,3 +141,14 @@ class KVCache:
         key, value = (cache[layer].view(-1, self.block_size * head_dim).index_select(0, block_rows)
                       .view(num_tiles, self.num_kv_heads, -1, head_dim) for cache in (self.key, self.value))
         return key, value
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not garbage: padding reads the null block, and 0 * NaN is NaN.
+
+    On a CPU the operating system hands out zeroed pages when they are first touched, which is free; `torch.zeros` would
+    touch all of them now, and a cache of 2 GiB would cost seconds and memory that nobody may ever use.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

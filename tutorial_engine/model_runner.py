@@ -69,28 +69,32 @@ class BlockTables:
         return np.array([self._row[request_id] for request_id in out.scheduled], dtype=np.int64)
 
 
+def load_model(config: EngineConfig, source: ModelSource) -> Decoder:
+    """Build the model and fill in its weights."""
+    model = Decoder(source.config, config.max_model_len, getattr(torch, config.dtype), torch.device(config.device))
+    model.load_weights(source.weights())
+    return model
+
+
 class ModelRunner:
     """Holds the model and the cache, and executes steps.
 
     Args:
         config: what to run with.
-        source: where the weights come from.
+        model: from `load_model`.
 
     Attributes:
         num_gpu_blocks: blocks in the cache, the null block included.
         max_model_len: the config's, or what fits if the user asked for "auto".
     """
 
-    def __init__(self, config: EngineConfig, source: ModelSource) -> None:
+    def __init__(self, config: EngineConfig, model: Decoder) -> None:
         self.config = config
-        self.device = torch.device(config.device)
-        self.dtype = getattr(torch, config.dtype)
-        self.model = Decoder(source.config, config.max_model_len, self.dtype, self.device)
-        self.model.load_weights(source.weights())
+        self.model, self.device, self.dtype = model, model.device, model.dtype
         self.sampler = Sampler(config.args.logprobs_mode)
         available = available_kv_cache_bytes(config, self.device, self._activation_bytes())
-        self.num_gpu_blocks, self.max_model_len = size_kv_cache(config, source.config, self.dtype, available)
-        self.kv_cache = KVCache(source.config, self.num_gpu_blocks, config.block_size, self.dtype, self.device)
+        self.num_gpu_blocks, self.max_model_len = size_kv_cache(config, model.config, self.dtype, available)
+        self.kv_cache = KVCache(model.config, self.num_gpu_blocks, config.block_size, self.dtype, self.device)
         self.block_tables = BlockTables(config.max_num_seqs, cdiv(self.max_model_len, config.block_size))
 
     def _activation_bytes(self) -> int:

@@ -13,7 +13,10 @@ Owns: the forward pass and the strict loading of weights. Does not own: the cach
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -89,8 +92,6 @@ class Decoder(nn.Module):
         self.eps = torch.tensor(config.rms_norm_eps, device=device)
         self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, False, dtype, device)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens
         self.rotary = RotaryEmbedding(config, max_positions, dtype, device)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
@@ -116,50 +117,71 @@ class Decoder(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy a checkpoint's tensors in, by Hugging Face's names. Every weight must come exactly once.
 
+        A layer is packed as soon as it is complete, so that its plain weights never wait for those of the others: the
+        peak of memory is hardly above what remains.
+
         Raises:
             ModelLoadError: a tensor that this model has no place for, a wrong shape, or a place left empty.
         """
         places = self._places()
-        for name, tensor in weights:
-            if name not in places:
-                raise ModelLoadError(f"The checkpoint holds a weight that a {self.config.architecture} model of this "
-                                     f"config has no place for, or holds it twice: {name}. Is config.json the right one?")
-            place = places.pop(name)
-            if place.shape != tensor.shape:
-                raise ModelLoadError(f"Weight {name} has shape {list(tensor.shape)}, the config asks for "
-                                     f"{list(place.shape)}. Is config.json the right one?")
-            place.copy_(tensor)
-        if places:
-            some = ", ".join(list(places)[:3])
-            raise ModelLoadError(f"The checkpoint lacks {len(places)} weight(s), for example {some}. "
-                                 "Is the download complete?")
-        for layer in self.layers:
-            layer.pack()
-        self.lm_head.pack()
+        missing = Counter(owner for owner, _ in places.values())
+        with ThreadPoolExecutor(max_workers=1) as packer:  # reading the next layer and packing the last overlap
+            packing = []
+            for name, tensor in weights:
+                owner = self._load_one(places, name, tensor)
+                missing[owner] -= 1
+                if missing[owner] == 0:
+                    packing.append(packer.submit(owner.pack))
+            if places:
+                some = ", ".join(list(places)[:3])
+                raise ModelLoadError(f"The checkpoint lacks {len(places)} weight(s), for example {some}. "
+                                     "Is the download complete?")
+            for done in packing:
+                done.result()
 
-    def _places(self) -> dict[str, torch.Tensor]:
-        """Where each tensor of a checkpoint goes: a view into our own, larger tensors."""
+    def _load_one(self, places: dict, name: str, tensor: torch.Tensor) -> nn.Module:
+        """Copy one tensor to its place, which is used up. Returns the module it belongs to."""
+        if name not in places:
+            raise ModelLoadError(f"The checkpoint holds a weight that a {self.config.architecture} model of this config "
+                                 f"has no place for, or holds it twice: {name}. Is config.json the right one?")
+        owner, view = places.pop(name)
+        place = view()
+        if place.shape != tensor.shape:
+            raise ModelLoadError(f"Weight {name} has shape {list(tensor.shape)}, the config asks for "
+                                 f"{list(place.shape)}. Is config.json the right one?")
+        place.copy_(tensor)
+        return owner
+
+    def pack(self) -> None:
+        """The embedding is there: if it is the LM head's matrix as well, bring that into its layout."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens
+            self.lm_head.pack()
+
+    def _places(self) -> dict[str, tuple[nn.Module, Callable[[], torch.Tensor]]]:
+        """Where each tensor of a checkpoint goes: (the module it belongs to, a view into our own, larger tensors)."""
         c = self.config
         q, kv, ff = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size
-        places = {"model.embed_tokens.weight": self.embed_tokens, "model.norm.weight": self.norm}
+        places = {"model.embed_tokens.weight": (self, partial(getattr, self, "embed_tokens")),
+                  "model.norm.weight": (self, partial(getattr, self, "norm"))}
         if not c.tie_word_embeddings:
-            places["lm_head.weight"] = self.lm_head.weight
+            places["lm_head.weight"] = self.lm_head, partial(self.lm_head.rows, 0, c.vocab_size)
         for i, layer in enumerate(self.layers):
-            p = f"model.layers.{i}."
-            places[p + "input_layernorm.weight"] = layer.input_norm
-            places[p + "post_attention_layernorm.weight"] = layer.post_attention_norm
-            places[p + "self_attn.o_proj.weight"] = layer.o_proj.weight
-            places[p + "mlp.down_proj.weight"] = layer.down_proj.weight
-            for name, part in zip("qkv", layer.qkv_proj.weight.split([q, kv, kv])):
-                places[p + f"self_attn.{name}_proj.weight"] = part
-            for name, part in zip(("gate", "up"), layer.gate_up_proj.weight.split([ff, ff])):
-                places[p + f"mlp.{name}_proj.weight"] = part
-            if c.attention_bias:
-                for name, part in zip("qkv", layer.qkv_proj.bias.split([q, kv, kv])):
-                    places[p + f"self_attn.{name}_proj.bias"] = part
+            views: dict[str, Callable[[], torch.Tensor]] = {
+                "input_layernorm.weight": partial(getattr, layer, "input_norm"),
+                "post_attention_layernorm.weight": partial(getattr, layer, "post_attention_norm"),
+                "self_attn.o_proj.weight": partial(layer.o_proj.rows, 0, c.hidden_size),
+                "mlp.gate_proj.weight": partial(layer.gate_up_proj.rows, 0, ff),
+                "mlp.up_proj.weight": partial(layer.gate_up_proj.rows, ff, ff),
+                "mlp.down_proj.weight": partial(layer.down_proj.rows, 0, c.hidden_size)}
+            for name, begin, count in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
+                views[f"self_attn.{name}_proj.weight"] = partial(layer.qkv_proj.rows, begin, count)
+                if c.attention_bias:
+                    views[f"self_attn.{name}_proj.bias"] = partial(layer.qkv_proj.bias.narrow, 0, begin, count)
             if c.qk_norm:
-                places[p + "self_attn.q_norm.weight"] = layer.q_norm
-                places[p + "self_attn.k_norm.weight"] = layer.k_norm
+                views["self_attn.q_norm.weight"] = partial(getattr, layer, "q_norm")
+                views["self_attn.k_norm.weight"] = partial(getattr, layer, "k_norm")
+            places.update((f"model.layers.{i}.{name}", (layer, view)) for name, view in views.items())
         return places
 
 
