@@ -13,6 +13,7 @@ Owns: text and stop strings of one request. Does not own: stop token ids and len
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,12 +76,12 @@ class IncrementalDetokenizer:
         skip = self.params.skip_special_tokens
         before = self.tokenizer.decode(self._ids[self._prefix:self._read], skip_special_tokens=skip)
         after = self.tokenizer.decode(self._ids[self._prefix:], skip_special_tokens=skip)
-        if not after.startswith(before):
-            before = before.rstrip(_INCOMPLETE)  # the prompt ended inside a character, which this token completes
-        if len(after) <= len(before) or after.endswith(_INCOMPLETE):
+        # All of `before`, unless it ended inside a character (of the prompt) that has now become another text.
+        num_old = len(os.path.commonprefix([before, after]))
+        if num_old == len(after) or after.endswith(_INCOMPLETE):
             return ""
         self._prefix, self._read = self._read, len(self._ids)
-        return after[len(before):]
+        return after[num_old:]
 
     def _find_stop(self, num_old_chars: int) -> str | None:
         """The stop string that is complete first, ties by their order; cuts `output_text` behind or before it."""

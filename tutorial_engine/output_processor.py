@@ -8,6 +8,7 @@ Owns: text, logprob records, stop strings, joining n completions. Does not own: 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -40,8 +41,9 @@ class RequestState:
     """What has been said so far by one request."""
 
     def __init__(self, request: Request, parent: ParentRequest, index: int, tokenizer: Any) -> None:
-        self.request, self.parent, self.index, self.tokenizer = request, parent, index, tokenizer
+        self.request, self.parent, self.index = request, parent, index
         params = request.sampling_params
+        self.tokenizer = tokenizer if params.detokenize else None
         self.detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params)
         self.token_ids: list[int] = []
         self.num_sent_tokens = 0
@@ -182,12 +184,12 @@ class OutputProcessor:
             completions = [state.make_completion()]
             if finished:
                 parent.finished[state.index] = completions[0]
-        prompt_logprobs = state.prompt_logprobs
+        prompt_logprobs = None if state.prompt_logprobs is None else list(state.prompt_logprobs)
         if parent.output_kind == RequestOutputKind.DELTA:
             state.prompt_logprobs = None  # delivered once
         return RequestOutput(
             request_id=parent.request_id, prompt=parent.prompt, prompt_token_ids=state.request.prompt_token_ids,
             prompt_logprobs=prompt_logprobs, outputs=completions,
             finished=len(parent.finished) == len(parent.requests),
-            metrics=state.stats if self.log_stats else None,
+            metrics=dataclasses.replace(state.stats) if self.log_stats else None,
             num_cached_tokens=parent.requests[0].num_cached_tokens)

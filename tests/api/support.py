@@ -90,9 +90,10 @@ def byte_ids(data: bytes) -> list[int]:
     return [3 + b for b in data]
 
 
-def piece_ids(tokenizer: PreTrainedTokenizerFast, *pieces: str) -> list[int]:
-    vocab = tokenizer.get_vocab()
-    return [vocab[piece] for piece in pieces]
+def piece_ids(tokenizer: PreTrainedTokenizerFast, *pieces: str | bytes) -> list[int]:
+    """Ids of whole pieces; bytes name the pieces of a `byte_tokenizer`."""
+    vocab, names = tokenizer.get_vocab(), byte_names()
+    return [vocab[piece if isinstance(piece, str) else "".join(names[b] for b in piece)] for piece in pieces]
 
 
 # The scripted model
