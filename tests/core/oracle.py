@@ -3,10 +3,10 @@
     token at position p of a request   ->   slot holds  hash(salt, token 0, token 1, ..., token p)
 
 Real attention reads every slot from 0 to p when it computes position p. So does this model: before it "samples", it
-walks each scheduled request's block table and compares every slot with the hash of exactly that prefix. A block that was
-shared with the wrong request, freed too early, found before it was computed or not computed at all holds another number.
-The next token is a function of the prefix hash and the request's seed, so the right output of a request is known without
-any engine: `solo_run`.
+walks each scheduled request's block table and compares every slot with the hash of exactly that prefix. A block that
+was shared with the wrong request, freed too early, found before it was computed or not computed at all holds another
+number. The next token is a function of the prefix hash and the request's seed, so the right output of a request is
+known without any engine: `solo_run`.
 
 `run_workload(seed)` builds a random engine (tiny pool, tiny budget) and a random crowd of requests (shared prefixes,
 duplicates, salts, priorities, n > 1), disturbs it (aborts, failing models, cache resets) and checks each plan and each
@@ -148,23 +148,21 @@ class Workload:
         seed: decides everything.
         invariants: also call `check_invariants` after each step.
         stats: counts what happens.
-        args: of the engine, instead of random ones.
     """
 
-    def __init__(self, seed: int, invariants: bool = True, stats: Counter | None = None, **args: Any) -> None:
+    def __init__(self, seed: int, invariants: bool = True, stats: Counter | None = None) -> None:
         self.rng = rng = random.Random(seed)
         self.invariants = invariants
         self.stats = Counter() if stats is None else stats
         self.crowded = rng.random() < 0.4  # many at once, in the smallest pool
         self.later_is_urgent = rng.random() < 0.5
-        block_size = rng.randint(1, 5)
+        self.block_size = rng.randint(1, 5)
         self.max_model_len = rng.randint(4, 36)
         self.vocab_size = rng.randint(2, 6)
         self.eos_token_id = rng.choice([EOS, None])
-        fewest = cdiv(self.max_model_len, block_size)  # the pool must hold one longest request
+        fewest = cdiv(self.max_model_len, self.block_size)  # the pool must hold one longest request
         num_gpu_blocks = 1 + fewest + (0 if self.crowded else rng.choice([0, 1, rng.randint(0, 2 * fewest)]))
-        config = make_config(self.max_model_len, **{"block_size": block_size, **self._random_args(), **args})
-        self.config, self.block_size = config, config.block_size
+        self.config = config = make_config(self.max_model_len, block_size=self.block_size, **self._random_args())
         self.runner = OracleRunner(config, num_gpu_blocks, self.vocab_size, self.stats)
         self.runner.check_plan = self.check_plan
         self.engine = LLMEngine(config, self.runner, FakeTokenizer(self.eos_token_id), self.vocab_size, {})
@@ -201,7 +199,8 @@ class Workload:
         if self.history and rng.random() < 0.4:
             prompt = rng.choice(self.history) + self._random_tokens(rng.choice([0, 0, 1, 3]))
         else:
-            prompt = rng.choice(self.stems)[:rng.randint(0, self.max_model_len)] + self._random_tokens(rng.randint(1, 4))
+            stem = rng.choice(self.stems)[:rng.randint(0, self.max_model_len)]
+            prompt = stem + self._random_tokens(rng.randint(1, 4))
         # Most stay short, some fill the context to the last token.
         prompt = prompt[:self.max_model_len - 1 if rng.random() < 0.2 else rng.randint(1, self.max_model_len - 1)]
         salt = rng.choice([None, None, "a", "b"])
@@ -246,9 +245,9 @@ class Workload:
 
     def run(self) -> None:
         num_requests = self.rng.randint(1, 9) + 4 * self.crowded
-        num_steps = 0
+        num_steps, rush = 0, 0.8 if self.crowded else 0.4
         while self.num_added < num_requests or self.engine.has_unfinished_requests():
-            while self.num_added < num_requests and (self.rng.random() < (0.8 if self.crowded else 0.4) or not self.in_flight):
+            while self.num_added < num_requests and (self.rng.random() < rush or not self.in_flight):
                 self.add_request()
             self.disturb()
             self.step()
@@ -322,7 +321,8 @@ class Workload:
 
     def _check_order(self, plan: SchedulerOutput, scheduled: list[ScheduledRequest]) -> None:
         running, waiting = self.scheduler.running, list(self.scheduler.waiting)
-        assert [s.is_first for s in scheduled] == sorted(s.is_first for s in scheduled), "a newcomer before a running one"
+        new = [s.is_first for s in scheduled]
+        assert new == sorted(new), "a newcomer before a running one"
         if plan.budget_left:
             assert [s.request for s in scheduled] == running, "budget is left, but a running request got nothing"
         if waiting:
@@ -336,22 +336,19 @@ class Workload:
             victims = sorted(self.running_before, key=lambda r: r.sort_key)[-len(plan.preempted):]
         if plan.preempted:
             assert plan.preempted == victims[::-1], "the wrong request was preempted"
-            assert not any(s.is_first for s in scheduled), "someone was admitted although someone was preempted"
+            assert not any(new), "someone was admitted although someone was preempted"
 
     def _check_lookup(self, s: ScheduledRequest) -> None:
         """The hit that is reported is the first one; requests that were preempted are not in the statistics."""
         request = s.request
         first_hit = self.first_hit.setdefault(request.request_id, s.start)
-        assert request.num_cached_tokens == first_hit, f"num_cached_tokens is {request.num_cached_tokens}, was {first_hit}"
+        assert request.num_cached_tokens == first_hit, f"num_cached_tokens is not {first_hit} any more"
         if request.num_preemptions == 0 and not request.sampling_params.skip_reading_prefix_cache:
             self.lookups["queries"] += request.num_tokens
             self.lookups["hits"] += s.start
         self.stats["hits"] += s.start > 0
         hit = s.new_block_ids[:s.start // self.block_size]
-        self.stats["hits in the same step"] += any(b in self.newly_cached_ids() for b in hit)
-
-    def newly_cached_ids(self) -> set[int]:
-        return {block.block_id for block in self.manager.newly_cached}
+        self.stats["hits in the same step"] += any(block.block_id in hit for block in self.manager.newly_cached)
 
     def check_state(self) -> None:
         if self.invariants:
@@ -359,8 +356,8 @@ class Workload:
         running = self.scheduler.running
         assert self.manager.req_to_blocks.keys() == {r.request_id for r in running}, "only running requests hold blocks"
         for request in running:
-            table = self.manager.req_to_blocks[request.request_id]
-            assert len(table) == cdiv(request.num_computed_tokens, self.block_size), f"{len(table)} blocks for {request}"
+            num_blocks = len(self.manager.req_to_blocks[request.request_id])
+            assert num_blocks == cdiv(request.num_computed_tokens, self.block_size), f"{num_blocks} blocks: {request}"
         if self.config.enable_prefix_caching:
             stats, lookups = self.manager.prefix_cache_stats, self.lookups
             assert (stats.queries, stats.hits) == (lookups["queries"], lookups["hits"]), f"lookups: {stats}, {lookups}"
@@ -373,6 +370,6 @@ class Workload:
         assert self.engine.reset_prefix_cache() and not self.manager.block_pool.cached_block_hash_to_block
 
 
-def run_workload(seed: int, invariants: bool = True, stats: Counter | None = None, **args: Any) -> None:
+def run_workload(seed: int, invariants: bool = True, stats: Counter | None = None) -> None:
     """Run one random workload; raises AssertionError if anything is wrong on the way."""
-    Workload(seed, invariants, stats, **args).run()
+    Workload(seed, invariants, stats).run()
