@@ -16,6 +16,8 @@ transformers is imported inside the functions: it takes a second, which those wh
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _WAY_OUT = "Pass tokenizer='<Hugging Face id or folder>' to use the original model's tokenizer."
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 # llama.cpp's token types.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
@@ -56,7 +60,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 
 
 def folder_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that transformers finds in `folder`. Runs no code from the folder, and never asks the network."""
+    """The tokenizer that transformers finds in `folder`. Runs no code from there, and never asks the network."""
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelLoadError(f"{folder} has none of {', '.join(_TOKENIZER_FILES)}, so no tokenizer. {_WAY_OUT}")
     from transformers import AutoTokenizer
 
     try:
@@ -65,14 +71,44 @@ def folder_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         raise ModelLoadError(f"{folder}: no tokenizer could be loaded ({error}). {_WAY_OUT}") from error
 
 
-def gguf_tokenizer(gguf: GGUFFile) -> PreTrainedTokenizerFast:
+class LazyTokenizer:
+    """What an engine does all day (encode, decode), without waiting for transformers.
+
+    Importing `PreTrainedTokenizerFast` takes longer than reading the default model, and generating from plain prompts
+    needs none of it. So it is made when somebody asks for anything else, such as `apply_chat_template`.
+
+    Args:
+        backend: the `tokenizers` library's object.
+        make_full: makes the `PreTrainedTokenizerFast` around it.
+        known: attributes that can be answered without it.
+    """
+
+    def __init__(self, backend: Tokenizer, make_full: Callable[[], PreTrainedTokenizerFast], known: dict[str, Any]
+                 ) -> None:
+        self._backend, self._make_full = backend, make_full
+        self.__dict__.update(known)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def full(self) -> PreTrainedTokenizerFast:
+        """transformers' tokenizer, with everything that belongs to it."""
+        return self._make_full()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.full, name)
+
+
+def gguf_tokenizer(gguf: GGUFFile) -> LazyTokenizer | PreTrainedTokenizerFast:
     """Rebuild the tokenizer that a GGUF file describes.
 
     Raises:
         ModelLoadError: the metadata is incomplete, or describes another kind than byte-level BPE.
     """
-    from transformers import PreTrainedTokenizerFast
-
     metadata = gguf.metadata
     if (model := metadata.get("tokenizer.ggml.model")) != "gpt2":
         raise ModelLoadError(
@@ -90,20 +126,34 @@ def gguf_tokenizer(gguf: GGUFFile) -> PreTrainedTokenizerFast:
         token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
         return tokens[token_id] if isinstance(token_id, int) and 0 <= token_id < len(tokens) else None
 
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=named("bos"),
-        eos_token=named("eos"),
-        unk_token=named("unknown"),
-        pad_token=named("padding"),
-        extra_special_tokens=control,
-        # llama.cpp's defaults, where the file is silent: only Llama 3 begins every text with BOS.
-        add_bos_token=bool(metadata.get("tokenizer.ggml.add_bos_token", _pre_tokenizer_name(gguf) in _LLAMA3)),
-        add_eos_token=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
-        chat_template=metadata.get("tokenizer.chat_template"),
-        model_max_length=metadata.get(f"{metadata.get('general.architecture')}.context_length"),
-        clean_up_tokenization_spaces=False,
-    )
+    # llama.cpp's defaults, where the file is silent: only Llama 3 begins every text with BOS.
+    add_bos_token = bool(metadata.get("tokenizer.ggml.add_bos_token", _pre_tokenizer_name(gguf) in _LLAMA3))
+    add_eos_token = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+    chat_template = metadata.get("tokenizer.chat_template")
+    model_max_length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+
+    def make_full() -> PreTrainedTokenizerFast:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            bos_token=named("bos"),
+            eos_token=named("eos"),
+            unk_token=named("unknown"),
+            pad_token=named("padding"),
+            extra_special_tokens=control,
+            add_bos_token=add_bos_token,
+            add_eos_token=add_eos_token,
+            chat_template=chat_template,
+            model_max_length=model_max_length,
+            clean_up_tokenization_spaces=False,
+        )
+
+    if add_bos_token or add_eos_token:  # transformers adds these
+        return make_full()
+    return LazyTokenizer(backend, make_full, {
+        "bos_token_id": backend.token_to_id(named("bos") or ""), "eos_token_id": backend.token_to_id(named("eos") or ""),
+        "chat_template": chat_template, "model_max_length": model_max_length, "truncation_side": "right"})
 
 
 def _byte_level_bpe(gguf: GGUFFile, tokens: list[str], types: Any) -> Tokenizer:
