@@ -124,8 +124,8 @@ def evicted_block_still_found(patch: Patch) -> None:
 
 
 def registered_before_the_victim_is_chosen(patch: Patch) -> None:
-    def add(self: Scheduler, out: SchedulerOutput, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        right(self, out, request, num_tokens, *args, **kwargs)
+    def add(self: Scheduler, out: SchedulerOutput, request: Request, num_tokens: int, *args: Any, **kw: Any) -> None:
+        right(self, out, request, num_tokens, *args, **kw)
         self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens + num_tokens)
 
     right = Scheduler._add
