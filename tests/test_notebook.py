@@ -14,7 +14,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     dropped = {"PYTEST_CURRENT_TEST", "OMP_NUM_THREADS", "TUTORIAL_LIVE", "TRANSFORMERS_VERBOSITY"}
     inherited = {name: value for name, value in os.environ.items() if name not in dropped}
     return subprocess.run(
-        [sys.executable, "-c", code], env={**inherited, **environment}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env={**inherited, **environment}, capture_output=True, text=True, timeout=240
     )
 
 

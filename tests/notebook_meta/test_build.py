@@ -69,7 +69,7 @@ def replay(notebook: Path) -> subprocess.CompletedProcess[str]:
     sanitize = ["--nbval-sanitize-with", str(ROOT / "tests" / "nbval_sanitize.cfg")]
     return subprocess.run(
         [sys.executable, *command.split(), *sanitize, "--rootdir", str(notebook.parent), str(notebook)],
-        cwd=ROOT, env={**os.environ, "TUTORIAL_LIVE": "0"}, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env={**os.environ, "TUTORIAL_LIVE": "0"}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 
 
@@ -110,6 +110,7 @@ def test_building_again_changes_nothing_but_times(source: Path) -> None:
     assert stable(build(source, root=source.parent.parent).read_text()) == stable(first)
 
 
+@pytest.mark.timeout(600)  # two kernels that import torch
 def test_strict_replay_passes_and_can_fail(source: Path, tmp_path: Path) -> None:
     committed = source.with_suffix(".ipynb")
     result = replay(committed)
