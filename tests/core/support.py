@@ -79,6 +79,9 @@ class Steps:
     Args:
         num_gpu_blocks: of the pool, the null block included.
         args: of the config; block_size is 4 unless said.
+
+    Attributes:
+        sampled: ids of the requests that got a token in the last step.
     """
 
     def __init__(self, num_gpu_blocks: int = 65, **args: Any) -> None:
@@ -86,6 +89,7 @@ class Steps:
         self.manager = KVCacheManager(num_gpu_blocks, self.config.block_size, self.config.max_model_len,
                                       self.config.enable_prefix_caching, self.config.args.watermark)
         self.scheduler = Scheduler(self.config, self.manager)
+        self.sampled: list[str] = []
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -94,7 +98,8 @@ class Steps:
     def step(self, token_id: int = 7) -> SchedulerOutput:
         plan = self.scheduler.schedule()
         self.manager.check_invariants()
-        self.scheduler.update_from_output(plan, {i: [token_id] for i, s in plan.scheduled.items() if s.samples})
+        self.sampled = [i for i, s in plan.scheduled.items() if s.samples]
+        self.scheduler.update_from_output(plan, {i: [token_id] for i in self.sampled})
         self.manager.check_invariants()
         return plan
 
