@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tutorial_engine.exceptions import EngineDeadError, EngineGenerateError, VLL
 from tutorial_engine.input_processor import InputProcessor
 from tutorial_engine.model_runner import ModelRunner, load_model
 from tutorial_engine.models.config import ModelConfig
-from tutorial_engine.models.loader import ModelSource, resolve_model, resolve_tokenizer
+from tutorial_engine.models.loader import resolve_model, resolve_tokenizer
 from tutorial_engine.output_processor import OutputProcessor, ParentRequest
 from tutorial_engine.outputs import RequestOutput
 from tutorial_engine.request import RequestStatus
@@ -75,20 +75,15 @@ class LLMEngine:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         capability = torch.cuda.get_device_capability() if device == "cuda" else None
         source = resolve_model(args.model, args.revision)
-        model_max_len = _model_max_len(source.config)
-        config = EngineConfig.resolve(args, model_max_len, device, capability)
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            # Importing transformers takes as long as reading the weights of a small model: do both at once.
-            loading = pool.submit(_load_tokenizer, args, source)
-            model = load_model(config, source)
-            tokenizer = loading.result()
+        tokenizer = source.tokenizer() if args.tokenizer is None else resolve_tokenizer(
+            args.tokenizer, args.tokenizer_revision)
         # transformers writes a huge number where a tokenizer has no limit.
-        limit = min(model_max_len, getattr(tokenizer, "model_max_length", None) or model_max_len)
-        config = EngineConfig.resolve(args, limit, device, capability)
+        model_max_len = min(_model_max_len(source.config), tokenizer.model_max_length or sys.maxsize)
+        config = EngineConfig.resolve(args, model_max_len, device, capability)
         generation_config = source.generation_config
         if args.generation_config not in ("auto", "vllm"):
             generation_config = _read_generation_config(Path(args.generation_config))
-        return cls(config, ModelRunner(config, model), tokenizer, source.config.vocab_size, generation_config)
+        return cls(config, ModelRunner(config, load_model(config, source)), tokenizer, source.config.vocab_size, generation_config)
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams, arrival_time: float | None = None,
                     lora_request: Any = None, tokenization_kwargs: dict[str, Any] | None = None, priority: int = 0
@@ -193,7 +188,8 @@ class LLMEngine:
         return self.output_processor.num_unfinished_prompts()
 
     def get_tokenizer(self) -> Any:
-        return self.tokenizer
+        """transformers' tokenizer of the model."""
+        return getattr(self.tokenizer, "full", self.tokenizer)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached blocks. False, with a warning, if requests hold some; `reset_running_requests` preempts
@@ -233,10 +229,6 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
                                   "'auto' for the model's own file, or 'vllm' for neutral defaults.",
                                   parameter="generation_config", value=str(folder))
     return json.loads(path.read_text())
-
-
-def _load_tokenizer(args: EngineArgs, source: ModelSource) -> Any:
-    return source.tokenizer() if args.tokenizer is None else resolve_tokenizer(args.tokenizer, args.tokenizer_revision)
 
 
 def _model_max_len(model: ModelConfig) -> int:

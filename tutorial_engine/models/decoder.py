@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -125,19 +124,15 @@ class Decoder(nn.Module):
         """
         places = self._places()
         missing = Counter(owner for owner, _ in places.values())
-        with ThreadPoolExecutor(max_workers=1) as packer:  # reading the next layer and packing the last overlap
-            packing = []
-            for name, tensor in weights:
-                owner = self._load_one(places, name, tensor)
-                missing[owner] -= 1
-                if missing[owner] == 0:
-                    packing.append(packer.submit(owner.pack))
-            if places:
-                some = ", ".join(list(places)[:3])
-                raise ModelLoadError(f"The checkpoint lacks {len(places)} weight(s), for example {some}. "
-                                     "Is the download complete?")
-            for done in packing:
-                done.result()
+        for name, tensor in weights:
+            owner = self._load_one(places, name, tensor)
+            missing[owner] -= 1
+            if missing[owner] == 0:
+                owner.pack()
+        if places:
+            some = ", ".join(list(places)[:3])
+            raise ModelLoadError(f"The checkpoint lacks {len(places)} weight(s), for example {some}. "
+                                 "Is the download complete?")
 
     def _load_one(self, places: dict, name: str, tensor: torch.Tensor) -> nn.Module:
         """Copy one tensor to its place, which is used up. Returns the module it belongs to."""

@@ -2,7 +2,8 @@
 
 It owns the choice of tokenizer for a model on disk, and the one that is rebuilt from a GGUF file. The arithmetic of BPE
 is the `tokenizers` library's; the chat template, special tokens and the rest of the familiar interface come from
-transformers' `PreTrainedTokenizerFast`, which is what both functions return, wherever the files come from.
+transformers' `PreTrainedTokenizerFast`. Wherever the files come from, the result is one of those, or becomes one as
+soon as more is asked of it than text to ids and back (`LazyTokenizer`).
 
 A byte-level BPE tokenizer is three lists and one rule, and a GGUF file holds them all:
 
@@ -11,12 +12,12 @@ A byte-level BPE tokenizer is three lists and one rule, and a GGUF file holds th
             tokenizer.ggml.pre names the rule              .merges (in order of rank) and .tokens (position = id)
                                                            .token_type says which ids are special
 
-transformers is imported inside the functions: it takes a second, which those who bring token ids need not wait for.
+transformers is imported inside the functions: it takes a second, which plain prompts and token ids need not wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,35 +73,58 @@ def folder_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 class LazyTokenizer:
-    """What an engine does all day (encode, decode), without waiting for transformers.
+    """A `PreTrainedTokenizerFast` that comes into being when it is needed.
 
-    Importing `PreTrainedTokenizerFast` takes longer than reading the default model, and generating from plain prompts
-    needs none of it. So it is made when somebody asks for anything else, such as `apply_chat_template`.
+    Importing it takes longer than reading the default model, and generating from plain prompts needs none of it: the
+    `tokenizers` library alone turns a text into ids and back. The first request for anything else, `full` included,
+    makes the real one, and from then on everything goes there, so that no change made to it is ever overlooked.
 
     Args:
-        backend: the `tokenizers` library's object.
-        make_full: makes the `PreTrainedTokenizerFast` around it.
-        known: attributes that can be answered without it.
+        backend: the `tokenizers` library's object, which adds no special tokens by itself.
+        make_full: makes the real one around it.
+        known: attributes of the real one that can be answered before it exists.
     """
 
-    def __init__(self, backend: Tokenizer, make_full: Callable[[], PreTrainedTokenizerFast], known: dict[str, Any]
-                 ) -> None:
-        self._backend, self._make_full = backend, make_full
-        self.__dict__.update(known)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    def __init__(
+        self, backend: Tokenizer, make_full: Callable[[], PreTrainedTokenizerFast], known: dict[str, Any]
+    ) -> None:
+        self.__dict__.update(_backend=backend, _make_full=make_full, _known=known)  # __setattr__ writes to the real one
 
     @cached_property
     def full(self) -> PreTrainedTokenizerFast:
-        """transformers' tokenizer, with everything that belongs to it."""
+        """transformers' own object, for those who check its type."""
         return self._make_full()
 
+    def _is_enough(self, more: dict[str, Any]) -> bool:
+        """Whether the backend can answer: nobody has made the real one, or asks for what only that can do."""
+        return "full" not in self.__dict__ and not more
+
+    def encode(self, text: str, add_special_tokens: bool = True, **more: Any) -> list[int]:
+        if isinstance(text, str) and self._is_enough(more):
+            return self._backend.encode(text).ids
+        return self.full.encode(text, add_special_tokens=add_special_tokens, **more)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **more: Any) -> str:
+        if isinstance(token_ids, list) and self._is_enough(more):
+            return self._backend.decode(token_ids, skip_special_tokens)
+        return self.full.decode(token_ids, skip_special_tokens=skip_special_tokens, **more)
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.full, name)
+        if name.startswith("__"):  # the questions of copy and pickle, which come before anything is set up
+            raise AttributeError(name)
+        return self._known[name] if name in self._known and self._is_enough({}) else getattr(self.full, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.full, name, value)
+
+    def __len__(self) -> int:
+        return len(self.full)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.full(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self.full)
 
 
 def gguf_tokenizer(gguf: GGUFFile) -> LazyTokenizer | PreTrainedTokenizerFast:
@@ -119,41 +143,42 @@ def gguf_tokenizer(gguf: GGUFFile) -> LazyTokenizer | PreTrainedTokenizerFast:
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     if len(types) != len(tokens):
         raise ModelLoadError(f"{gguf.path}: {len(tokens)} tokens but {len(types)} token types; the file is damaged.")
-    control = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
     backend = _byte_level_bpe(gguf, tokens, types)
+    settings = _transformers_settings(gguf, tokens)
+    control = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
+
+    def make_full() -> PreTrainedTokenizerFast:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=control, **settings)
+
+    if settings["add_bos_token"] or settings["add_eos_token"]:  # transformers sees to that
+        return make_full()
+    known = {key: settings[key] for key in ("chat_template", "model_max_length", "bos_token", "eos_token")}
+    known |= {f"{key}_id": backend.token_to_id(known[key] or "") for key in ("bos_token", "eos_token")}
+    return LazyTokenizer(backend, make_full, known | {"truncation_side": "right"})
+
+
+def _transformers_settings(gguf: GGUFFile, tokens: list[str]) -> dict[str, Any]:
+    """Arguments of `PreTrainedTokenizerFast` that the metadata answers."""
+    metadata = gguf.metadata
 
     def named(role: str) -> str | None:
         token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
         return tokens[token_id] if isinstance(token_id, int) and 0 <= token_id < len(tokens) else None
 
-    # llama.cpp's defaults, where the file is silent: only Llama 3 begins every text with BOS.
-    add_bos_token = bool(metadata.get("tokenizer.ggml.add_bos_token", _pre_tokenizer_name(gguf) in _LLAMA3))
-    add_eos_token = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
-    chat_template = metadata.get("tokenizer.chat_template")
-    model_max_length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
-
-    def make_full() -> PreTrainedTokenizerFast:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast(
-            tokenizer_object=backend,
-            bos_token=named("bos"),
-            eos_token=named("eos"),
-            unk_token=named("unknown"),
-            pad_token=named("padding"),
-            extra_special_tokens=control,
-            add_bos_token=add_bos_token,
-            add_eos_token=add_eos_token,
-            chat_template=chat_template,
-            model_max_length=model_max_length,
-            clean_up_tokenization_spaces=False,
-        )
-
-    if add_bos_token or add_eos_token:  # transformers adds these
-        return make_full()
-    return LazyTokenizer(backend, make_full, {
-        "bos_token_id": backend.token_to_id(named("bos") or ""), "eos_token_id": backend.token_to_id(named("eos") or ""),
-        "chat_template": chat_template, "model_max_length": model_max_length, "truncation_side": "right"})
+    return {
+        "bos_token": named("bos"),
+        "eos_token": named("eos"),
+        "unk_token": named("unknown"),
+        "pad_token": named("padding"),
+        # llama.cpp's defaults, where the file is silent: only Llama 3 begins every text with BOS.
+        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", _pre_tokenizer_name(gguf) in _LLAMA3)),
+        "add_eos_token": bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
+        "chat_template": metadata.get("tokenizer.chat_template"),
+        "model_max_length": metadata.get(f"{metadata.get('general.architecture')}.context_length"),
+        "clean_up_tokenization_spaces": False,
+    }
 
 
 def _byte_level_bpe(gguf: GGUFFile, tokens: list[str], types: Any) -> Tokenizer:
