@@ -1,5 +1,6 @@
 """Tokenizers: the one rebuilt from a GGUF file, and those of folders."""
 
+import copy
 import json
 import random
 import subprocess
@@ -144,10 +145,10 @@ def test_the_default_chat_template(default_tokenizer: Any) -> None:
 
 def test_a_saved_copy_loads_from_its_folder(tmp_path: Path, default_tokenizer: Any) -> None:
     default_tokenizer.save_pretrained(tmp_path)
-    for copy in (load_tokenizer(tmp_path), resolve_tokenizer(str(tmp_path))):
-        assert [copy.encode(text) for text in PROBES] == [default_tokenizer.encode(text) for text in PROBES]
-        assert copy.chat_template == default_tokenizer.chat_template
-        assert copy.eos_token_id == 2
+    for twin in (load_tokenizer(tmp_path), resolve_tokenizer(str(tmp_path))):
+        assert [twin.encode(text) for text in PROBES] == [default_tokenizer.encode(text) for text in PROBES]
+        assert twin.chat_template == default_tokenizer.chat_template
+        assert twin.eos_token_id == 2
 
 
 def test_the_default_model_by_name(default_source: Any) -> None:
@@ -156,12 +157,63 @@ def test_the_default_model_by_name(default_source: Any) -> None:
     )
 
 
-def test_building_the_default_tokenizer_does_not_import_torch(default_source: Any) -> None:
-    code = (
-        "import sys; from tutorial_engine.models.loader import resolve_model; resolve_model('').tokenizer()\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'"
-    )
+# --- the lazy one ---
+
+
+def test_plain_prompts_do_not_wait_for_transformers(default_source: Any) -> None:
+    code = """
+import sys
+from tutorial_engine.models.loader import resolve_model
+tokenizer = resolve_model("").tokenizer()
+assert tokenizer.decode(tokenizer.encode("Hello <|im_end|>"), skip_special_tokens=True) == "Hello "
+assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.model_max_length) == (1, 2, 8192)
+assert "im_start" in tokenizer.chat_template and tokenizer.truncation_side == "right"
+assert "transformers" not in sys.modules
+assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+assert "transformers" in sys.modules and "torch" not in sys.modules
+"""
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=120)
+
+
+def test_lazy_and_real_answer_alike(default_source: Any) -> None:
+    real = default_source.tokenizer().full
+    assert type(real).__name__ in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    lazy = default_source.tokenizer()
+    for text in PROBES + random_texts(100):
+        ids = real.encode(text)
+        assert lazy.encode(text) == lazy.encode(text, add_special_tokens=False) == ids
+        for skip in (False, True):
+            assert lazy.decode(ids, skip_special_tokens=skip) == real.decode(ids, skip_special_tokens=skip)
+    for name, value in lazy._known.items():
+        assert getattr(real, name) == value
+    assert "full" not in vars(lazy)
+
+
+def test_whatever_else_is_asked_makes_the_real_one(tmp_path: Path) -> None:
+    def fresh() -> Any:
+        return gguf_tokenizer(tiny(tmp_path))
+
+    assert fresh().encode("ab ab", truncation=True, max_length=1) == fresh().encode("ab")
+    assert fresh().encode(["ab", "c"]) == fresh().full.encode(["ab", "c"])
+    assert fresh().decode(fresh().encode("ab")[0]) == "ab"
+    assert fresh().decode(fresh()("ab", return_tensors="pt")["input_ids"][0]) == "ab"
+    assert len(fresh()) == len(fresh().full)
+    assert repr(fresh()) == repr(fresh().full)
+    assert copy.deepcopy(fresh()).encode("ab") == copy.copy(fresh()).encode("ab") == fresh().encode("ab")
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = fresh().no_such_thing
+
+
+def test_changes_to_the_real_one_are_seen(tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizer(tiny(tmp_path))
+    assert tokenizer.chat_template is None
+    tokenizer.full.chat_template = "{{ messages[0].content }}"
+    assert tokenizer.chat_template == "{{ messages[0].content }}"
+    tokenizer.chat_template = "!"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "!"
+    tokenizer.add_tokens(["<tool>"])
+    (token_id,) = tokenizer.encode("<tool>")
+    assert tokenizer.decode([token_id]) == "<tool>"
 
 
 # --- small vocabularies of every kind ---
