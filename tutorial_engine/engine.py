@@ -160,7 +160,7 @@ class LLMEngine:
         if self._idle_steps < MAX_IDLE_STEPS:
             return
         self._idle_steps = 0
-        stuck = [*self.scheduler.running, *self.scheduler.waiting]
+        stuck = str([*self.scheduler.running, *self.scheduler.waiting])  # as they are now, before they are aborted
         manager = self.scheduler.kv_cache_manager
         reasons = "; ".join(f"{i}: {why}" for i, why in plan.waiting_reasons.items())
         self.abort_request([state.parent.request_id for state in self.output_processor.states.values()])
