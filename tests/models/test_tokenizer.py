@@ -170,7 +170,7 @@ assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.model_max_leng
 assert "im_start" in tokenizer.chat_template and tokenizer.truncation_side == "right"
 assert "transformers" not in sys.modules
 assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
-assert "transformers" in sys.modules and "torch" not in sys.modules
+assert "transformers" in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=120)
 
