@@ -21,12 +21,16 @@ from tutorial_engine.exceptions import VLLMValidationError
 DEFAULT_BLOCK_SIZE = 16
 DTYPES = ("float32", "float16", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+# What is read from generation_config.json, besides its EOS ids: the file's names -> those of SamplingParams.
+GENERATION_KEYS = {"repetition_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
+                   "frequency_penalty": "frequency_penalty", "temperature": "temperature", "top_k": "top_k",
+                   "top_p": "top_p", "min_p": "min_p", "max_new_tokens": "max_tokens"}
 
 # vLLM's arguments for things that this engine does not have. Each may be passed with its neutral value, so that a
 # notebook can be moved over unchanged; any other value raises instead of being ignored.
 _NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",),
-    "trust_remote_code": (False,),
+    "trust_remote_code": (False, True),  # a permission, and one that is never needed: no code comes from a model
     "quantization": (None,),
     "prefix_caching_hash_algo": ("sha256",),
     "kv_cache_dtype": ("auto",),
@@ -53,7 +57,7 @@ class EngineArgs:
         tokenizer: folder or hub id to take the tokenizer from; None: the model's own.
         dtype: "auto", or one of float32, float16, bfloat16. auto: float32 on a CPU, where greedy ids then do not
             depend on the batch; on a GPU bfloat16 from compute capability 8.0, else float16.
-        seed: seeds the engine's own generator, which draws the seeds of unseeded requests.
+        seed: seeds the engine's own generator, which draws the seeds of unseeded requests; None: another one each time.
         max_model_len: longest prompt + output in tokens; None: what the model allows; -1 or "auto": what fits.
         block_size: tokens per KV-cache block.
         num_gpu_blocks_override: number of blocks, the null block included (a small pool to watch preemption).
@@ -68,7 +72,7 @@ class EngineArgs:
         scheduler_reserve_full_isl: admit a request only if its whole sequence fits into the free blocks.
         watermark: fraction of the blocks kept free when admitting while others run.
         generation_config: "auto" reads sampling defaults from the model, "vllm" ignores them, else a folder.
-        override_generation_config: entries that replace those of the file.
+        override_generation_config: entries that replace those of the file, see `GENERATION_KEYS`.
         max_logprobs: most alternatives a request may ask for; -1: no cap. logprobs_mode: before ("raw") or after
             ("processed") penalties, temperature and truncation.
         disable_log_stats: keep no per-request timestamps (`RequestOutput.metrics` is None).
@@ -81,7 +85,7 @@ class EngineArgs:
     revision: str | None = None
     tokenizer_revision: str | None = None
     dtype: str = "auto"
-    seed: int = 0
+    seed: int | None = 0
     max_model_len: int | str | None = None
     block_size: int | None = None
     num_gpu_blocks_override: int | None = None
@@ -124,8 +128,11 @@ class EngineArgs:
         for name, neutral in _NEUTRAL_ONLY.items():
             if getattr(self, name) not in neutral:
                 _fail(name, getattr(self, name), f"is not in this engine; leave it at {neutral[0]!r}")
-        if not isinstance(self.model, str):
-            _fail("model", self.model, "must be a name, a path as text, or a hub id")
+        for name in ("model", "tokenizer", "revision", "tokenizer_revision", "generation_config", "chat_template"):
+            self._check_type(name, str, "text")
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "scheduler_reserve_full_isl",
+                     "disable_log_stats", "enforce_eager"):
+            self._check_type(name, bool, "True or False")
         self.dtype = str(self.dtype).removeprefix("torch.")
         _check_choice("dtype", self.dtype, ("auto", *DTYPES, "float", "half"))
         self.dtype = {"float": "float32", "half": "float16"}.get(self.dtype, self.dtype)
@@ -133,16 +140,36 @@ class EngineArgs:
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         for name, low in (("block_size", 1), ("num_gpu_blocks_override", 2), ("kv_cache_memory_bytes", 1),
                           ("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("long_prefill_token_threshold", 0),
-                          ("max_logprobs", -1), ("seed", -(2**63))):
-            _check_int(name, getattr(self, name), low)
+                          ("max_logprobs", -1)):
+            self._check_int(name, low)
+        if self.seed is not None:
+            self._check_int("seed", -(2**63))
         if self.max_model_len == "auto":
             self.max_model_len = -1
         if self.max_model_len != -1:
-            _check_int("max_model_len", self.max_model_len, 1)
+            self._check_int("max_model_len", 1)
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, zero=False)
         _check_fraction("watermark", self.watermark, zero=True)
         if not isinstance(self.override_generation_config, dict):
             _fail("override_generation_config", self.override_generation_config, "must be a dict")
+        if unknown := sorted(self.override_generation_config.keys() - GENERATION_KEYS.keys()):
+            _fail("override_generation_config", unknown, f"can replace {', '.join(GENERATION_KEYS)} only")
+
+    def _check_type(self, name: str, kind: type, wanted: str) -> None:
+        """None is fine where it is the default."""
+        value = getattr(self, name)
+        if not isinstance(value, kind) and value is not getattr(type(self), name):
+            _fail(name, value, f"must be {wanted}")
+
+    def _check_int(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if value is None and getattr(type(self), name) is None:
+            return
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+            _fail(name, value, "must be an integer")
+        if value < low:
+            _fail(name, value, f"must be at least {low}")
+        setattr(self, name, int(value))
 
 
 @dataclass(frozen=True)
@@ -206,8 +233,8 @@ class EngineConfig:
         return dataclasses.replace(self, max_model_len=max_model_len)
 
 
-def _resolve_max_model_len(asked: int | None, model_max_len: int) -> int:
-    if asked is None or asked == -1:
+def _resolve_max_model_len(asked: int | str | None, model_max_len: int) -> int:
+    if not isinstance(asked, int) or asked == -1:
         return model_max_len
     if asked > model_max_len and os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1":
         _fail("max_model_len", asked, f"is longer than the {model_max_len} tokens that the model was made for; ask for "
@@ -222,15 +249,6 @@ def _fail(name: str, value: Any, rule: str) -> None:
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         _fail(name, value, f"must be one of {', '.join(choices)}")
-
-
-def _check_int(name: str, value: Any, low: int) -> None:
-    if value is None:
-        return
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        _fail(name, value, "must be an integer")
-    if value < low:
-        _fail(name, value, f"must be at least {low}")
 
 
 def _check_fraction(name: str, value: Any, zero: bool) -> None:

@@ -3,7 +3,7 @@
     prompt (any form) -> token ids -> checked against the context limit and the vocabulary
     SamplingParams    -> a private copy, checked against the model, completed with the model's stop ids
 
-Everything that can be refused is refused here, before a block is taken: a bad request must not cost the others anything.
+Everything that can be refused is refused here, before a block is taken: a bad request must cost the others nothing.
 Owns: tokenising, chat templates, admission checks. Does not own: the forms of prompts (`inputs.py`).
 """
 
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import numbers
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tutorial_engine.config import EngineConfig
+from tutorial_engine.config import GENERATION_KEYS, EngineConfig
 from tutorial_engine.exceptions import ChatTemplateResolutionError, VLLMValidationError
 from tutorial_engine.inputs import parse_prompt
 from tutorial_engine.request import Request
@@ -25,9 +26,6 @@ from tutorial_engine.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 MAX_BAD_WORDS_SEQUENCES = 128
-# generation_config.json's names -> ours.
-_GENERATION_KEYS = {"repetition_penalty": "repetition_penalty", "temperature": "temperature", "top_k": "top_k",
-                    "top_p": "top_p", "min_p": "min_p", "max_new_tokens": "max_tokens"}
 
 
 class InputProcessor:
@@ -40,23 +38,30 @@ class InputProcessor:
         generation_config: the content of generation_config.json, {} if there is none.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Any, vocab_size: int, generation_config: dict[str, Any]) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Any, vocab_size: int, generation_config: dict[str, Any]
+                 ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_id: int | None = tokenizer.eos_token_id
-        extra = generation_config.get("eos_token_id") or []
-        self.extra_eos_ids = [i for i in ([extra] if isinstance(extra, int) else extra) if i != self.eos_token_id]
+        extra = generation_config.get("eos_token_id", [])
+        self.extra_eos_ids = [i for i in ([extra] if isinstance(extra, int) else extra or [])
+                              if i != self.eos_token_id and 0 <= i < vocab_size]
         use_file = config.args.generation_config != "vllm"
         chosen = {**(generation_config if use_file else {}), **config.args.override_generation_config}
-        self._defaults = {ours: chosen[theirs] for theirs, ours in _GENERATION_KEYS.items()
+        self._defaults = {ours: chosen[theirs] for theirs, ours in GENERATION_KEYS.items()
                           if chosen.get(theirs) is not None}
         self._rng = random.Random(config.args.seed)
         self._internal_ids = itertools.count()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request gets that passes no SamplingParams: the model's recommendation, or neutral values."""
-        return SamplingParams.from_optional(**self._defaults)
+        try:
+            return SamplingParams.from_optional(**self._defaults)
+        except (TypeError, VLLMValidationError) as error:
+            raise VLLMValidationError(f"The model's generation_config has a value that cannot be used: {error} Pass "
+                                      "SamplingParams, or build the engine with generation_config='vllm'.",
+                                      parameter="generation_config", value=self._defaults) from error
 
     def make_requests(self, request_id: str, prompt: Any, params: SamplingParams, *, arrival_time: float | None = None,
                       priority: int = 0, tokenization_kwargs: dict[str, Any] | None = None
@@ -74,23 +79,23 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}.")
+        if not isinstance(priority, numbers.Integral):
+            raise VLLMValidationError(f"priority must be an integer, got {priority!r}.", parameter="priority",
+                                      value=priority)
         if priority and self.config.args.scheduling_policy != "priority":
             raise VLLMValidationError(f"Got priority {priority} but priority scheduling is not enabled: build the "
                                       "engine with scheduling_policy='priority'.", parameter="priority", value=priority)
         parsed = parse_prompt(prompt)
-        token_ids = parsed.get("prompt_token_ids")
-        if token_ids is None:
-            token_ids = self.tokenize(parsed["prompt"], tokenization_kwargs or {})
-        token_ids = [int(i) for i in token_ids]
+        token_ids = self.tokenize(parsed, tokenization_kwargs or {})
         self._check_prompt(token_ids)
         params = self._check_params(params, len(token_ids))
-        # All stop ids, so that none of them is chosen before min_tokens: EOS too, even if ignore_eos lets it pass later.
+        # All stop ids, so that none is chosen before min_tokens: EOS too, even if ignore_eos lets it pass later.
         masked = frozenset([*params.stop_token_ids, *self.extra_eos_ids] + [self.eos_token_id] * (
             self.eos_token_id is not None))
-        self._check_something_allowed(params, masked)
+        bad_words = self._tokenize_bad_words(params.bad_words)
+        self._check_something_allowed(params, masked, bad_words)
         base_seed = self._rng.getrandbits(63) if params.seed is None else params.seed
         internal_id = f"{request_id}-{next(self._internal_ids):08x}"
-        bad_words = self._tokenize_bad_words(params.bad_words)
         requests = [Request(internal_id if params.n == 1 else f"{i}_{internal_id}", token_ids, params,
                             seed=base_seed + i, eos_token_id=self.eos_token_id, masked_stop_ids=masked,
                             priority=priority, arrival_time=arrival_time, cache_salt=parsed.get("cache_salt"),
@@ -98,11 +103,11 @@ class InputProcessor:
                     for i in range(params.n)]
         return parsed.get("prompt"), requests
 
-    def tokenize(self, text: str, tokenization_kwargs: dict[str, Any]) -> list[int]:
-        """Token ids of a text. Special tokens (a BOS, if the tokenizer has one) are added unless told otherwise.
+    def tokenize(self, parsed: dict[str, Any], tokenization_kwargs: dict[str, Any]) -> list[int]:
+        """Token ids of a parsed prompt. A text gets special tokens (a BOS, if the tokenizer has one).
 
-        tokenization_kwargs: add_special_tokens (bool), truncate_prompt_tokens (int; -1: what fits),
-        truncation_side ("left" or "right").
+        tokenization_kwargs: add_special_tokens (bool; for texts), truncate_prompt_tokens (int; -1: what fits),
+        truncation_side ("left" or "right": the side that is cut off).
         """
         kwargs = dict(tokenization_kwargs)
         add_special_tokens = kwargs.pop("add_special_tokens", True)
@@ -110,7 +115,13 @@ class InputProcessor:
         side = kwargs.pop("truncation_side", None) or getattr(self.tokenizer, "truncation_side", "right")
         if kwargs:
             raise TypeError(f"tokenization_kwargs has keys that this engine does not have: {sorted(kwargs)}.")
-        ids = list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        if side not in ("left", "right"):
+            raise VLLMValidationError(f"truncation_side must be 'left' or 'right', got {side!r}.",
+                                      parameter="truncation_side", value=side)
+        is_text = "prompt_token_ids" not in parsed
+        ids = (self.tokenizer.encode(parsed["prompt"], add_special_tokens=add_special_tokens) if is_text
+               else parsed["prompt_token_ids"])
+        ids = [int(i) for i in ids]
         if keep is not None:
             keep = self.config.max_model_len - 1 if keep == -1 else keep
             if not isinstance(keep, int) or not 1 <= keep <= self.config.max_model_len:
@@ -119,7 +130,7 @@ class InputProcessor:
                                           parameter="truncate_prompt_tokens", value=keep)
             ids = ids[-keep:] if side == "left" else ids[:keep]
         bos = getattr(self.tokenizer, "bos_token_id", None)
-        if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
+        if is_text and add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
             logger.warning("The prompt starts with two BOS tokens: its text has one, and tokenising added another. Use "
                            "chat(), or tokenization_kwargs={'add_special_tokens': False}.")
         return ids
@@ -156,8 +167,8 @@ class InputProcessor:
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token_id in getattr(params, name) or ():
                 if not 0 <= token_id < self.vocab_size:
-                    raise VLLMValidationError(f"{name} contains token id {token_id}, which is out of vocabulary: ids go "
-                                              f"from 0 to {self.vocab_size - 1}.", parameter=name, value=token_id)
+                    raise VLLMValidationError(f"{name} contains token id {token_id}, which is out of vocabulary: ids "
+                                              f"go from 0 to {self.vocab_size - 1}.", parameter=name, value=token_id)
         if params.max_tokens is None:
             params.max_tokens = self.config.max_model_len - prompt_len
             if params.min_tokens > params.max_tokens:
@@ -169,10 +180,12 @@ class InputProcessor:
             params.stop_token_ids = list(dict.fromkeys([*params.stop_token_ids, *self.extra_eos_ids]))
         return params
 
-    def _check_something_allowed(self, params: SamplingParams, masked: frozenset[int]) -> None:
-        if params.allowed_token_ids is not None and params.min_tokens and not set(params.allowed_token_ids) - masked:
-            raise VLLMValidationError("allowed_token_ids holds stop tokens only, and min_tokens forbids these at first: "
-                                      "no token could be chosen.", parameter="allowed_token_ids",
+    @staticmethod
+    def _check_something_allowed(params: SamplingParams, masked: frozenset[int], bad_words: list[list[int]]) -> None:
+        forbidden = {word[0] for word in bad_words if len(word) == 1} | (masked if params.min_tokens else set())
+        if params.allowed_token_ids is not None and forbidden.issuperset(params.allowed_token_ids):
+            raise VLLMValidationError("allowed_token_ids holds nothing but bad_words, and stop tokens that min_tokens "
+                                      "forbids at first: no token could be chosen.", parameter="allowed_token_ids",
                                       value=params.allowed_token_ids)
 
     def _tokenize_bad_words(self, bad_words: Sequence[str]) -> list[list[int]]:
@@ -203,17 +216,19 @@ class InputProcessor:
         Raises:
             ChatTemplateResolutionError: no template. VLLMValidationError: the template refuses, or bad messages.
         """
-        template = chat_template or self.config.args.chat_template or self.tokenizer.chat_template
-        if template is None:
+        template = _read_template(chat_template or self.config.args.chat_template)
+        if template is None and self.tokenizer.chat_template is None:
             raise ChatTemplateResolutionError(
                 "This tokenizer has no chat template, and as of transformers v4.44, default chat template is no longer "
                 "allowed. Pass chat_template=..., or use generate() with a text that you lay out yourself.")
-        if "{" not in template and Path(template).is_file():
-            template = Path(template).read_text()
         if add_generation_prompt and continue_final_message:
             raise VLLMValidationError("continue_final_message and add_generation_prompt are not compatible: the one "
                                       "continues the last message, the other starts a new one. Set one of them False.",
                                       parameter="add_generation_prompt", value=True)
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise VLLMValidationError("A conversation must be a list of at least one message, such as "
+                                      f"[{{'role': 'user', 'content': 'Hello'}}]; got {messages!r}.",
+                                      parameter="messages")
         checked = [_check_message(m) for m in messages]
         try:
             return self.tokenizer.apply_chat_template(
@@ -221,6 +236,16 @@ class InputProcessor:
                 continue_final_message=continue_final_message, tools=tools, **(chat_template_kwargs or {}))
         except Exception as error:  # templates raise whatever Jinja raises
             raise VLLMValidationError(f"The chat template failed: {error}", parameter="messages") from error
+
+
+def _read_template(template: str | None) -> str | None:
+    """A template given as text or as the path of a file; None if none was given."""
+    if template is None or any(mark in template for mark in "{}\n"):
+        return template
+    if not Path(template).is_file():
+        raise VLLMValidationError(f"chat_template is neither a Jinja template nor a file: {template!r}.",
+                                  parameter="chat_template", value=template)
+    return Path(template).read_text(encoding="utf-8")
 
 
 def _check_message(message: Any) -> dict[str, Any]:

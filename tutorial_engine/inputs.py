@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import Any, TypedDict, Union
-
-from typing_extensions import NotRequired
+from typing import Any, NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
@@ -30,7 +28,7 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-PromptType = Union[str, list[int], TextPrompt, TokensPrompt]
+PromptType = str | list[int] | TextPrompt | TokensPrompt
 
 _KNOWN_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
@@ -52,6 +50,7 @@ def parse_prompt(prompt: Any) -> dict[str, Any]:
     if not isinstance(prompt, dict):
         raise TypeError("Prompt should be a string, list of tokens, or dictionary, "
                         f"but this one is a {type(prompt).__name__}.")
+    prompt = {key: value for key, value in prompt.items() if value is not None}
     if unknown := sorted(prompt.keys() - _KNOWN_KEYS):
         raise TypeError(f"Prompt dictionary has keys that this engine does not have: {unknown}. "
                         f"It knows {sorted(_KNOWN_KEYS)}.")

@@ -143,7 +143,8 @@ class LLM:
         began, num_input, num_output = time.perf_counter(), 0, 0
         try:
             with self._bar(use_tqdm, None, "Processed prompts", total=len(outputs)) as bar:
-                while None in outputs.values():
+                # A request that someone aborts in between never comes; the others do.
+                while None in outputs.values() and engine.has_unfinished_requests():
                     for output in engine.step():
                         if output.request_id not in outputs:
                             continue  # added by hand through llm_engine
@@ -160,7 +161,7 @@ class LLM:
             raise
         finally:
             self._enqueued = {}
-        return sorted(outputs.values(), key=lambda output: int(output.request_id))
+        return sorted((output for output in outputs.values() if output), key=lambda output: int(output.request_id))
 
     @staticmethod
     def _bar(use_tqdm: bool | Callable[..., tqdm], iterable: Any, desc: str, **kwargs: Any) -> tqdm:

@@ -118,7 +118,7 @@ class Sampler:
             kept, ids, enough = truncate_head(logits[rest], top_k, top_p)
             noisy = kept + gumbel_noise(keys[rest], ids)
             out[rest] = ids.gather(1, noisy.argmax(dim=-1, keepdim=True))[:, 0]
-            if short := [r for r, e in zip(range(len(rest)), enough) if not e]:
+            if short := [r for r, e in enumerate(enough) if not e]:
                 rows = [rest[r] for r in short]
                 kept = truncate(logits[rows], [top_k[r] for r in short], [top_p[r] for r in short])
                 ids = torch.arange(vocab_size, device=logits.device)
@@ -138,10 +138,10 @@ class Sampler:
         vocab_size = values.shape[1]
         num = [0 if n is None else vocab_size if n == -1 else min(n, vocab_size) for n in asked]
         top, ids = values.topk(max(num), dim=-1)
-        own, chosen, top, ids = own[:, 0].tolist(), chosen.tolist(), top.tolist(), ids.tolist()
-        return LogprobsLists(token_ids=[[c, *row[:n]] for c, row, n in zip(chosen, ids, num)],
-                             logprobs=[[o, *row[:n]] for o, row, n in zip(own, top, num)],
-                             sampled_ranks=ranks.tolist())
+        return LogprobsLists(
+            token_ids=[[c, *row[:n]] for c, row, n in zip(chosen.tolist(), ids.tolist(), num)],
+            logprobs=[[o, *row[:n]] for o, row, n in zip(own[:, 0].tolist(), top.tolist(), num)],
+            sampled_ranks=ranks.tolist())
 
 
 def apply_token_rules(logits: torch.Tensor, metadata: SamplingMetadata) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import math
 import numbers
 import os
 from collections.abc import Hashable
@@ -254,7 +255,11 @@ def _check_float(name: str, value: Any, low: float, high: float, open_low: bool 
     if not isinstance(value, numbers.Real):
         # A TypeError as from the comparison that vLLM makes here.
         raise TypeError(f"{name} must be a number, got {value!r}.")
-    if not (low < value if open_low else low <= value) or not value <= high:  # this way round, NaN fails too
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf
+    if not (low < number if open_low else low <= number) or not number <= high:  # this way round, NaN fails too
         interval = f"{'(' if open_low else '['}{low:g}, {high:g}]"
         _fail(name, value, f"must be a finite number in {interval}")
-    return float(value)
+    return number

@@ -131,7 +131,8 @@ class Trace:
 
     def __repr__(self) -> str:
         tokens = sum(n for r in self.records for _, n in r.scheduled.values())
-        return f"Trace({len(self.records)} steps, {tokens} tokens computed, {self.num_blocks} blocks of {self.block_size})"
+        return (f"Trace({len(self.records)} steps, {tokens} tokens computed, {self.num_blocks} blocks of "
+                f"{self.block_size})")
 
 
 def public_id(internal_id: str) -> str:
