@@ -36,6 +36,11 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: Any = None
+    # Fields of vLLM's record that need features which this engine does not have: always None here.
+    routed_experts: Any = field(default=None, repr=False)
+    sampling_mask: Any = field(default=None, repr=False)
+    spec_decode_metrics: Any = field(default=None, repr=False)
+    weight_versions: Any = field(default=None, repr=False)
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -77,10 +82,13 @@ class RequestOutput:
     metrics: RequestStateStats | None = None
     lora_request: Any = None
     num_cached_tokens: int | None = None
-    # Fields of vLLM's record that need features which this engine does not have: always None here.
+    # As in CompletionOutput: always None here.
     encoder_prompt: str | None = field(default=None, repr=False)
     encoder_prompt_token_ids: list[int] | None = field(default=None, repr=False)
+    num_cache_creation_tokens: int | None = field(default=None, repr=False)
+    prompt_token_id_logprobs: Any = field(default=None, repr=False)
     kv_transfer_params: dict | None = field(default=None, repr=False)
+    ec_transfer_params: dict | None = field(default=None, repr=False)
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names that the record does not have. The most common slip gets an answer.

@@ -74,12 +74,14 @@ class Trace:
         self.records: list[StepRecord] = []
         self.num_blocks = self.block_size = 0
         self._began = time.monotonic()
-        if llm is not None:
-            self._engine = getattr(llm, "llm_engine", llm)
+        self._engine = getattr(llm, "llm_engine", llm)
+        if self._engine is not None:
             self.num_blocks = self._engine.num_gpu_blocks
             self.block_size = self._engine.config.block_size
 
     def __enter__(self) -> Trace:
+        if self._engine is None:
+            raise ValueError("This trace belongs to no engine, so there is nothing to record: use Trace(llm).")
         self._engine.listeners.append(self._record)
         return self
 
@@ -110,17 +112,21 @@ class Trace:
         """Write the trace as JSON."""
         Path(path).write_text(json.dumps({
             "version": FORMAT_VERSION, "num_blocks": self.num_blocks, "block_size": self.block_size,
-            "records": [dataclasses.asdict(r) for r in self.records]}))
+            "records": [dataclasses.asdict(r) for r in self.records]}), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
         """Read a trace back. Raises ValueError if the file is not one, or of another version."""
-        data = json.loads(Path(path).read_text())
-        if not isinstance(data, dict) or data.get("version") != FORMAT_VERSION:
-            raise ValueError(f"{path} is not a trace of version {FORMAT_VERSION}; record it again with this package.")
         trace = cls()
-        trace.num_blocks, trace.block_size = data["num_blocks"], data["block_size"]
-        trace.records = [StepRecord(**r) for r in data["records"]]
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if data["version"] != FORMAT_VERSION:
+                raise ValueError(f"version {data['version']}")
+            trace.num_blocks, trace.block_size = data["num_blocks"], data["block_size"]
+            trace.records = [StepRecord(**r) for r in data["records"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a trace of version {FORMAT_VERSION}; record it again with this package."
+                             ) from error
         return trace
 
     def __len__(self) -> int:

@@ -1,0 +1,168 @@
+"""The trace: complete, consistent with the scheduler, and the same after a trip through a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.api.support import greedy, llm_of, piece_ids, piece_tokenizer, run_steps, scripted_engine
+from tutorial_engine import LLM, LLMEngine, SamplingParams
+from tutorial_engine.trace import StepRecord, Trace, public_id
+
+LETTERS = piece_tokenizer()
+ABC = piece_ids(LETTERS, "a", "b", "c")
+
+
+def busy_engine() -> LLMEngine:
+    """Tiny pool, budget and seats: chunks, waiting, preemption, sharing."""
+    return scripted_engine(LETTERS, ABC, num_gpu_blocks=13, max_model_len=32, max_num_batched_tokens=10, max_num_seqs=3)
+
+
+def add_crowd(engine: LLMEngine) -> None:
+    shared = "the same beginning "
+    for i in range(4):
+        engine.add_request(str(i), shared[:12] + str(i), greedy(14, ignore_eos=True))
+    engine.add_request("many", "n completions", SamplingParams(n=2, seed=1, max_tokens=3))
+
+
+def record_crowd() -> tuple[Trace, list[dict[str, Any]]]:
+    """A trace, and what a second listener saw of the scheduler after the same steps."""
+    engine, seen = busy_engine(), []
+
+    def look(scheduler: Any, plan: Any, tables: Any, kept: Any) -> None:
+        manager = scheduler.kv_cache_manager
+        seen.append({"running": [r.request_id for r in scheduler.running],
+                     "waiting": [r.request_id for r in scheduler.waiting], "tables": dict(tables),
+                     "free": [b.block_id for b in manager.block_pool.free_block_queue.get_all_free_blocks()],
+                     "held": {i: manager.get_block_ids(i) for i in manager.req_to_blocks},
+                     "preempted": len(plan.preempted), "total": plan.total_num_scheduled_tokens})
+
+    engine.listeners.append(look)
+    with Trace(engine) as trace:
+        add_crowd(engine)
+        while engine.has_unfinished_requests():
+            engine.step()
+    return trace, seen
+
+
+def test_records_agree_with_the_scheduler() -> None:
+    trace, seen = record_crowd()
+    assert len(trace) == len(seen) == len(list(trace)) > 20
+    for i, (record, truth) in enumerate(zip(trace, seen, strict=True)):
+        assert record.step == i and record.budget == 10
+        assert sum(n for _, n in record.scheduled.values()) == record.budget - record.budget_left == truth["total"] > 0
+        assert record.running == [public_id(r) for r in truth["running"]]
+        assert list(record.waiting) == [public_id(r) for r in truth["waiting"]]
+        assert record.tables == {public_id(r): t for r, t in truth["tables"].items()}
+        assert record.free == truth["free"] and len(record.preempted) == truth["preempted"]
+        assert not {b for table in truth["held"].values() for b in table} & set(record.free)
+    assert sum(len(r.preempted) for r in trace) >= 1
+    assert trace.records[-1].running == [] and sorted(trace.records[-1].free) == list(range(1, 13))
+
+
+def test_records_are_consistent_in_themselves() -> None:
+    trace, _ = record_crowd()
+    progress: dict[str, int] = {}
+    done: set[str] = set()
+    times = [r.time for r in trace]
+    assert times == sorted(times) and times[0] >= 0
+    for record in trace:
+        for who, (start, num) in record.scheduled.items():
+            assert who not in done and record.lengths[who] == start + num
+            table = record.tables[who]
+            assert len(table) == -(-record.lengths[who] // trace.block_size) and 0 not in table
+            if who in record.cached:
+                assert start == record.cached[who] and start % trace.block_size == 0
+            else:
+                assert start == progress[who]  # goes on where it stood
+            progress[who] = start + num
+        assert set(record.sampled) <= set(record.scheduled) and all(len(t) == 1 for t in record.sampled.values())
+        assert set(record.finished) <= set(record.sampled)
+        done |= set(record.finished)
+        assert not done & {*record.running, *record.waiting}
+        assert set(record.preempted) <= set(record.waiting)
+        if record.waiting:  # the head of the queue knows why it waits; those behind it wait for the head
+            assert next(iter(record.waiting.values()))
+        assert set(record.running) - set(record.preempted) <= set(record.tables)
+        assert set(record.hashed) <= set(range(1, trace.num_blocks))
+    assert done == {"0", "1", "2", "3", "0_many", "1_many"} and progress["0"] >= 13
+    assert {r for record in trace for r in record.finished.values()} == {"length"}
+    assert any(record.cached.get("1") for record in trace)  # found the shared beginning
+
+
+def test_waiting_reasons() -> None:
+    engine = scripted_engine(LETTERS, ABC, max_num_seqs=1, max_model_len=32)
+    with Trace(engine) as trace:
+        for i in range(3):
+            engine.add_request(str(i), "x", greedy(1))
+        engine.step()
+    assert trace.records[0].waiting == {"1": "all 1 seats (max_num_seqs) taken", "2": ""}
+    engine.abort_request(["1", "2"])
+
+
+def test_from_an_llm_and_with_text() -> None:
+    llm = llm_of(scripted_engine(LETTERS, [*ABC, 0]))
+    with Trace(llm) as trace:
+        llm.generate("xy", greedy(9), use_tqdm=False)
+    assert [r.sampled for r in trace] == [{"0": [t]} for t in [*ABC, 0]]
+    assert [r.finished for r in trace] == [{}, {}, {}, {"0": "stop"}]
+    assert trace.num_blocks == 129 and trace.block_size == 4
+    assert repr(trace) == "Trace(4 steps, 5 tokens computed, 129 blocks of 4)"
+    llm.generate("xy", greedy(9), use_tqdm=False)
+    assert len(trace) == 4  # nobody listens any more
+
+
+def test_tiny_model(llm: LLM) -> None:
+    with Trace(llm) as trace:
+        (output,) = llm.generate("hello", greedy(3, ignore_eos=True), use_tqdm=False)
+    (name,) = trace.records[0].scheduled
+    assert [r.sampled[name][0] for r in trace] == output.outputs[0].token_ids and name == output.request_id
+
+
+def test_recording_can_go_on_and_ends_after_an_error() -> None:
+    engine = scripted_engine(LETTERS, ABC)
+    trace = Trace(engine)
+    for _ in range(2):
+        with trace:
+            run_steps(engine, "x", greedy(1))
+    assert [r.step for r in trace] == [0, 1]
+    with pytest.raises(RuntimeError), trace:
+        raise RuntimeError
+    assert engine.listeners == []
+
+
+def test_nothing_is_done_while_nobody_listens() -> None:
+    engine = scripted_engine(LETTERS, ABC)
+    with mock.patch.object(LLMEngine, "_block_tables") as tables:
+        run_steps(engine, "x", greedy(3))
+    assert not tables.called
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    trace, _ = record_crowd()
+    trace.save(tmp_path / "trace.json")
+    loaded = Trace.load(str(tmp_path / "trace.json"))
+    assert loaded.records == trace.records and isinstance(loaded.records[0], StepRecord)
+    assert (loaded.num_blocks, loaded.block_size) == (trace.num_blocks, trace.block_size)
+    with pytest.raises(ValueError, match="belongs to no engine"), loaded:
+        pass
+
+
+@pytest.mark.parametrize("content", [
+    "no json", "[]", "5", "{}", json.dumps({"version": 0}), json.dumps({"version": 1}),
+    json.dumps({"version": 1, "num_blocks": 1, "block_size": 1, "records": [{"step": 0}]}),
+    json.dumps({"version": 1, "num_blocks": 1, "block_size": 1, "records": [5]})])
+def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"other\.json is not a trace of version 1"):
+        Trace.load(path)
+    with pytest.raises(FileNotFoundError):
+        Trace.load(tmp_path / "none.json")
+
+
+def test_public_ids() -> None:
+    assert [public_id(i) for i in ("0-0000002a", "my-own-id-00000001", "2_chat-00000003", "plain")] == [
+        "0", "my-own-id", "2_chat", "plain"]
