@@ -137,8 +137,8 @@ class Decoder(nn.Module):
     def _load_one(self, places: dict, name: str, tensor: torch.Tensor) -> nn.Module:
         """Copy one tensor to its place, which is used up. Returns the module it belongs to."""
         if name not in places:
-            raise ModelLoadError(f"The checkpoint holds a weight that a {self.config.architecture} model of this config "
-                                 f"has no place for, or holds it twice: {name}. Is config.json the right one?")
+            raise ModelLoadError(f"The checkpoint holds a weight that a {self.config.architecture} model of this "
+                                 f"config has no place for, or holds it twice: {name}. Is config.json the right one?")
         owner, view = places.pop(name)
         place = view()
         if place.shape != tensor.shape:
@@ -184,10 +184,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467).
 
     Args:
+        weight: [hidden_size], or [num_heads, head_dim] for heads.
         eps: one float32 number on the device.
     """
     if x.dtype != torch.float32:
-        return F.rms_norm(x, x.shape[-1:], weight, eps.item())
+        # The weight apart: it may be a matrix, a row per head.
+        return F.rms_norm(x, x.shape[-1:], None, eps.item()) * weight
     # The same in half as many operations as F.rms_norm makes on a CPU, where each costs more than its arithmetic.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x.mul(torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
