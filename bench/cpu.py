@@ -4,12 +4,13 @@
     python bench/cpu.py --requests 8 --repeats 2
 
 Workload: prompts of 20-200 and outputs of 16-96 random tokens, greedy, EOS ignored, float32, all submitted at once.
-Only tokens that a request asked for count ("useful"): `generate` pads all prompts to the longest one and decodes until
-the last request is done, and what it computes beyond that is its loss.
+Only tokens that a request asked for count ("useful"): `generate` pads all prompts to the longest one and decodes
+until the last request is done, and what it computes beyond that is its loss.
 
 The limits are measured in the same run. Memory: each step reads all weights, and K and V of every live token, at the
-bandwidth of a large copy. Arithmetic: every prompt token costs two operations per weight at the rate of a large product.
-Machines are noisy: compare ratios, not absolute numbers.
+bandwidth of a large copy. Arithmetic: each prompt token costs two operations per weight at the rate of a big product.
+Machines are noisy: compare ratios, not absolute numbers, and let nothing else run. OMP_WAIT_POLICY=passive, which is
+good manners while others work, costs both sides a fifth here: leave it unset.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from tqdm.auto import tqdm
 
-import torch  # noqa: E402
-from tqdm.auto import tqdm  # noqa: E402
-
-from tutorial_engine import LLM, SamplingParams  # noqa: E402
-from tutorial_engine.kv_cache import kv_bytes_per_token  # noqa: E402
-from tutorial_engine.models.loader import ModelSource, resolve_model  # noqa: E402
+from tutorial_engine import LLM, SamplingParams
+from tutorial_engine.kv_cache import kv_bytes_per_token
+from tutorial_engine.models.loader import ModelSource, resolve_model
 
 
 def make_workload(num_requests: int, vocab_size: int) -> tuple[list[list[int]], list[int]]:
@@ -152,7 +152,7 @@ def main() -> None:
         print(f"{r['requests']:>8} {r['tok_s']:>13.1f} {r['transformers_tok_s']:>13.1f} {r['ratio']:>6.2f} "
               f"{r['fraction_of_limit']:>9.0%} {r['same_tokens']:>6}/{r['requests']}")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    record = {"date": datetime.date.today().isoformat(), "commit": commit, "cpu": platform.processor() or platform.machine(),
+    record = {"date": datetime.date.today().isoformat(), "commit": commit, "machine": platform.machine(),
               "threads": args.threads, "torch": torch.__version__, "transformers": transformers.__version__,
               "model": "smollm2-135m", "dtype": "float32", "rows": rows}
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -39,6 +39,7 @@ class TileGroup:
 
     Attributes:
         rows: rows of the step's query tensor, [B * Q] or a slice if they lie together; padding repeats a tile's first.
+        out_rows: the same without the padding.
         block_rows: index for `KVCache.gather`; short tables are padded with the null block.
         mask: [B, 1, Q, T] added to the scores: 0 where a query may look, -inf elsewhere.
         keep: [n] positions in B * Q that are real queries, or None if all are.
@@ -46,6 +47,7 @@ class TileGroup:
     """
 
     rows: torch.Tensor | slice
+    out_rows: torch.Tensor | slice
     block_rows: torch.Tensor
     mask: torch.Tensor
     keep: torch.Tensor | None
@@ -104,13 +106,20 @@ class AttentionMetadata:
         hidden = np.arange(num_blocks * kv_cache.block_size) > position[:, :, None]  # [B, Q, T]
         mask = torch.zeros(hidden.shape, dtype=kv_cache.key[0].dtype)
         mask.masked_fill_(torch.from_numpy(hidden), -torch.inf)
-        together = len(rows) == rows[-1] - rows[0] + 1 and real.all()
+        keep = np.flatnonzero(real)
         blocks = torch.from_numpy(self.block_table[request, :num_blocks]).to(device)
         self.groups.append(TileGroup(
-            rows=slice(int(rows[0]), int(rows[-1]) + 1) if together else torch.from_numpy(rows).to(device),
+            rows=_slice_if_together(rows, device), out_rows=_slice_if_together(rows[keep], device),
             block_rows=kv_cache.block_rows(blocks), mask=mask[:, None].to(device),
-            keep=None if real.all() else torch.from_numpy(np.flatnonzero(real)).to(device),
+            keep=None if real.all() else torch.from_numpy(keep).to(device),
             num_tiles=len(request), num_queries=len(offset[0])))
+
+
+def _slice_if_together(rows: np.ndarray, device: torch.device) -> torch.Tensor | slice:
+    """Rows that follow one another need no copy to be read."""
+    first, last = int(rows[0]), int(rows[-1])
+    together = last - first + 1 == len(rows) and bool((np.diff(rows) == 1).all())
+    return slice(first, last + 1) if together else torch.from_numpy(rows).to(device)
 
 
 def _group_tiles(length: np.ndarray, num_blocks: np.ndarray, block_size: int) -> list[np.ndarray]:
@@ -152,12 +161,7 @@ def paged_attention(query: torch.Tensor, kv_cache: KVCache, layer: int, metadata
         q = query[g.rows].view(g.num_tiles, g.num_queries, num_heads, head_dim).transpose(1, 2)
         o = F.scaled_dot_product_attention(q, key, value, attn_mask=g.mask, enable_gqa=True)
         o = o.transpose(1, 2).reshape(-1, num_heads, head_dim)
-        if len(metadata.groups) == 1 and g.keep is None:
-            return o
-        if g.keep is None:
-            out[g.rows] = o
-        else:
-            out[g.rows[g.keep]] = o[g.keep]
+        out[g.out_rows] = o if g.keep is None else o[g.keep]
     return out
 
 

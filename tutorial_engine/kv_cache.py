@@ -5,8 +5,8 @@
     token i of a request  ->  logical block i // block_size  ->  block table  ->  physical block b
                           ->  slot = b * block_size + i % block_size             (one number addresses one token)
 
-Inside a block the heads come before the tokens (FlashInfer's "HND" order): attention reads one head at a time, and finds
-its block_size x head_dim numbers in one piece.
+Inside a block the heads come before the tokens (FlashInfer's "HND" order): attention reads one head at a time, and
+finds its block_size x head_dim numbers in one piece.
 
 Owns: the tensors, the arithmetic of bytes, the sizing and its errors. Does not own: who uses which block.
 """

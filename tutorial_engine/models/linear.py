@@ -2,8 +2,8 @@
 
     y = x W^T        W [out_features, in_features]
 
-Why a class for that? Decoding multiplies a few rows with every weight of the model, so it lives on memory bandwidth, and
-on a CPU the default `F.linear` wastes half of it. Two layouts do better there in float32:
+Why a class for that? Decoding multiplies a few rows with every weight of the model, so it lives on memory bandwidth,
+and on a CPU the default `F.linear` wastes half of it. Two layouts do better there in float32:
 
 * a few rows and more: oneDNN's blocked layout, packed once at load.
 * a single row: W^T cut into one slab per thread. A product of a vector and a matrix is otherwise run by one thread.

@@ -54,7 +54,8 @@ def _yarn(inv_freq: torch.Tensor, scaling: dict, dim: int, base: float) -> torch
     """Blend by pair index: below `low` keep (more than beta_fast turns), above `high` slow down fully."""
 
     def pair_with_turns(turns: float) -> float:
-        return dim * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(base))
+        wavelength = scaling["original_max_position_embeddings"] / turns
+        return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(base))
 
     low = max(math.floor(pair_with_turns(scaling.get("beta_fast") or 32)), 0)
     high = min(math.ceil(pair_with_turns(scaling.get("beta_slow") or 1)), dim - 1)
