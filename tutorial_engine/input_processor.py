@@ -9,6 +9,7 @@ Owns: tokenising, chat templates, admission checks. Does not own: the forms of p
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import numbers
@@ -157,7 +158,10 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """A copy of `params` that fits this model, with max_tokens set and the model's further EOS ids added."""
-        params = params.clone()
+        # Fields may have been set since the object was made, so they are checked once more.
+        params = dataclasses.replace(params)
+        if params.prompt_logprobs is not None:
+            params.skip_reading_prefix_cache = True  # what a hit spares us is the very thing that is asked for
         for name in ("logprobs", "prompt_logprobs"):
             asked, cap = getattr(params, name), self.config.args.max_logprobs
             if asked is not None and cap != -1 and (asked == -1 or asked > cap):

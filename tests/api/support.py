@@ -28,8 +28,7 @@ from tutorial_engine.scheduler import SchedulerOutput
 EOS, TURN = "</s>", "<|turn|>"
 # Writes its own BOS, as most models' templates do; marks each turn with a special token.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}" + TURN + "{{ m['role'] }}: {{ m['content'] }}"
-    "{% if not loop.last %}\n{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}" + TURN + "{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
     "{% if shout is defined %}!{% endif %}{% if add_generation_prompt %}" + TURN + "assistant: {% endif %}"
 )
 

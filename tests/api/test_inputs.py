@@ -220,6 +220,23 @@ def test_callers_parameters_are_not_changed() -> None:
     assert request.sampling_params.stop_token_ids == [7]
 
 
+def test_fields_that_were_set_later_are_checked_too() -> None:
+    params = SamplingParams()
+    params.stop, params.temperature = "end", 1e-6
+    request = make_one(make_processor(), "a", params)
+    assert request.sampling_params.stop == ["end"] and request.sampling_params.temperature == 0.01
+    params.temperature = 3.0
+    with pytest.raises(VLLMValidationError, match="temperature"):
+        make_one(make_processor(), "a", params)
+
+
+def test_prompt_logprobs_never_read_the_cache() -> None:
+    params = SamplingParams()
+    assert not make_one(make_processor(), "a", params).sampling_params.skip_reading_prefix_cache
+    params.prompt_logprobs = 1
+    assert make_one(make_processor(), "a", params).sampling_params.skip_reading_prefix_cache
+
+
 def test_parameters_must_be_sampling_params() -> None:
     with pytest.raises(TypeError, match="params must be SamplingParams, got dict"):
         make_processor().make_requests("r", "a", {"temperature": 0})

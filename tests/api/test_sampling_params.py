@@ -158,7 +158,7 @@ def test_normalised_values() -> None:
     assert params.stop_token_ids == [3, 1] and params.bad_words == ["b", "a"]
     assert params.logprobs == 1 and params.prompt_logprobs == 1 and params.skip_reading_prefix_cache
     assert not SamplingParams(logprobs=1).skip_reading_prefix_cache
-    assert not SamplingParams(prompt_logprobs=1, skip_reading_prefix_cache=False).skip_reading_prefix_cache
+    assert SamplingParams(skip_reading_prefix_cache=True).skip_reading_prefix_cache
 
 
 def test_lists_may_be_other_collections() -> None:
