@@ -97,6 +97,7 @@ def test_both_spellings_of_rope(v4: dict, v5: dict, theta: float, scaling: dict 
         {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2},
         {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
         {"layer_types": ["full_attention", "full_attention"]},
+        {"attention_bias": True},  # Qwen2 has its biases anyway
         {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "attention_dropout": 0.1},
     ],
 )

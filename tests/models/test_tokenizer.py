@@ -337,10 +337,10 @@ def test_a_broken_tokenizer_file(tmp_path: Path, default_tokenizer: Any) -> None
 
 
 def test_a_folders_own_code_is_not_run(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}})
-    )
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(ModelLoadError):
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    with pytest.raises(ModelLoadError, match="contains custom code"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
