@@ -26,7 +26,8 @@ from tutorial_engine.models.default_model import DEFAULT_MODEL, default_model_pa
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast
+
+    from tutorial_engine.models.tokenizer import AnyTokenizer
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZER_PATTERNS = ["*token*.json", "vocab.json", "merges.txt", "chat_template*", "config.json", "*.model"]
@@ -80,7 +81,7 @@ class ModelSource:
         for name, array in gguf_format.weights(self.gguf, self.config):
             yield name, torch.from_numpy(array)
 
-    def tokenizer(self) -> PreTrainedTokenizerFast:
+    def tokenizer(self) -> AnyTokenizer:
         """Load the tokenizer that came with the model. Raises ModelLoadError if there is none that can be loaded."""
         from tutorial_engine.models.tokenizer import folder_tokenizer, gguf_tokenizer
 
@@ -120,7 +121,7 @@ def resolve_model(model: str, revision: str | None = None) -> ModelSource:
     return ModelSource(model, path, config, generation_config)
 
 
-def resolve_tokenizer(tokenizer: str, revision: str | None = None) -> PreTrainedTokenizerFast:
+def resolve_tokenizer(tokenizer: str, revision: str | None = None) -> AnyTokenizer:
     """Like `resolve_model`, for a tokenizer alone: nothing but its files is fetched."""
     from tutorial_engine.models.tokenizer import load_tokenizer
 

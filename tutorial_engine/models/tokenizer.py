@@ -20,14 +20,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tutorial_engine.exceptions import ModelLoadError
 from tutorial_engine.models.gguf import GGUFFile
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    AnyTokenizer: TypeAlias = "PreTrainedTokenizerBase | LazyTokenizer"
 
 _WAY_OUT = "Pass tokenizer='<Hugging Face id or folder>' to use the original model's tokenizer."
 
@@ -47,7 +49,7 @@ _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 _PRE_TOKENIZERS = ("default", "gpt-2", "smollm", "qwen2", *_LLAMA3)
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(path: str | Path) -> AnyTokenizer:
     """Load the tokenizer of a model on this machine.
 
     Args:
@@ -60,7 +62,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     return gguf_tokenizer(GGUFFile.open(path)) if path.is_file() else folder_tokenizer(path)
 
 
-def folder_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def folder_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer that transformers finds in `folder`. Runs no code from there, and never asks the network."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelLoadError(f"{folder} has none of {', '.join(_TOKENIZER_FILES)}, so no tokenizer. {_WAY_OUT}")
@@ -104,7 +106,7 @@ class LazyTokenizer:
             return self._backend.encode(text).ids
         return self.full.encode(text, add_special_tokens=add_special_tokens, **more)
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **more: Any) -> str:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **more: Any) -> str | list[str]:
         if isinstance(token_ids, list) and self._is_enough(more):
             return self._backend.decode(token_ids, skip_special_tokens)
         return self.full.decode(token_ids, skip_special_tokens=skip_special_tokens, **more)
@@ -127,7 +129,7 @@ class LazyTokenizer:
         return repr(self.full)
 
 
-def gguf_tokenizer(gguf: GGUFFile) -> LazyTokenizer | PreTrainedTokenizerFast:
+def gguf_tokenizer(gguf: GGUFFile) -> AnyTokenizer:
     """Rebuild the tokenizer that a GGUF file describes.
 
     Raises:
@@ -186,7 +188,7 @@ def _byte_level_bpe(gguf: GGUFFile, tokens: list[str], types: Any) -> Tokenizer:
 
     # Unused tokens only pad the vocabulary to a round number; the original tokenizer does not have them.
     vocab = {token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
-    merges = [tuple(merge.split(" ")) for merge in _string_list(gguf, "merges")]
+    merges = [(left, right) for left, _, right in (line.partition(" ") for line in _string_list(gguf, "merges"))]
     name = _pre_tokenizer_name(gguf)
     try:
         # Llama 3 takes a word that is a token as it is, even if no sequence of merges leads to it.
