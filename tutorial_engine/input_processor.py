@@ -184,12 +184,13 @@ class InputProcessor:
             params.stop_token_ids = list(dict.fromkeys([*params.stop_token_ids, *self.extra_eos_ids]))
         return params
 
-    @staticmethod
-    def _check_something_allowed(params: SamplingParams, masked: frozenset[int], bad_words: list[list[int]]) -> None:
+    def _check_something_allowed(self, params: SamplingParams, masked: frozenset[int], bad_words: list[list[int]]
+                                 ) -> None:
         forbidden = {word[0] for word in bad_words if len(word) == 1} | (masked if params.min_tokens else set())
-        if params.allowed_token_ids is not None and forbidden.issuperset(params.allowed_token_ids):
-            raise VLLMValidationError("allowed_token_ids holds nothing but bad_words, and stop tokens that min_tokens "
-                                      "forbids at first: no token could be chosen.", parameter="allowed_token_ids",
+        allowed = range(self.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+        if forbidden.issuperset(allowed):
+            raise VLLMValidationError("All of allowed_token_ids are bad_words, or stop tokens that min_tokens forbids "
+                                      "at first: no token could be chosen.", parameter="allowed_token_ids",
                                       value=params.allowed_token_ids)
 
     def _tokenize_bad_words(self, bad_words: Sequence[str]) -> list[list[int]]:

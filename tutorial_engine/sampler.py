@@ -199,12 +199,17 @@ def _count_tokens(token_ids: Sequence[Sequence[int]], metadata: SamplingMetadata
 
 def apply_bad_words(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
     """Forbid the last token of every bad word whose other tokens were just generated, in place."""
-    for row, request in enumerate(metadata.requests):
-        output = request.output_token_ids if request.bad_words_token_ids else []
-        for word in request.bad_words_token_ids:
-            prefix = word[:-1]
-            if not prefix or output[-len(prefix):] == prefix:
-                logits[row, word[-1]] = -torch.inf
+    for row, (request, p) in enumerate(zip(metadata.requests, metadata.params)):
+        if not request.bad_words_token_ids:
+            continue
+        output = request.output_token_ids
+        forbidden = {word[-1] for word in request.bad_words_token_ids
+                     if output[len(output) - len(word) + 1:] == word[:-1]}
+        if p.allowed_token_ids is not None:
+            masked = request.masked_stop_ids if len(output) < p.min_tokens else frozenset()
+            if forbidden.union(masked).issuperset(p.allowed_token_ids):
+                continue  # something must be said: where nothing else is allowed, bad words are
+        logits[row, list(forbidden)] = -torch.inf
 
 
 def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor | None) -> None:

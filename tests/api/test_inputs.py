@@ -195,7 +195,8 @@ def test_token_id_out_of_vocabulary(token_id: int) -> None:
     ({"bad_words": [f"w{i}" for i in range(129)]}, "bad_words", "the limit is 128"),
     ({"allowed_token_ids": [1], "min_tokens": 1}, "allowed_token_ids", "no token could be chosen"),
     ({"allowed_token_ids": [1, 9], "min_tokens": 1, "stop_token_ids": [9]}, "allowed_token_ids", "no token could"),
-    ({"allowed_token_ids": byte_ids(b"a"), "bad_words": ["a"]}, "allowed_token_ids", "no token could be chosen")])
+    ({"allowed_token_ids": byte_ids(b"a"), "bad_words": ["a"]}, "allowed_token_ids", "no token could be chosen"),
+    ({"stop_token_ids": range(259), "min_tokens": 1}, "allowed_token_ids", "no token could be chosen")])
 def test_parameters_against_the_model(params: dict[str, Any], parameter: str, words: str) -> None:
     with pytest.raises(VLLMValidationError, match=words) as caught:
         make_one(make_processor(), [5, 6, 7], SamplingParams(**params))

@@ -108,9 +108,12 @@ def final_logits(logits: list[float], row: Request) -> list[float]:
             x[i] = x[i] / p.repetition_penalty if x[i] > 0 else x[i] * p.repetition_penalty
         x[i] -= p.frequency_penalty * count
         x[i] -= p.presence_penalty * (count > 0)
+    before = list(x)
     for word in row.bad_words_token_ids:
         if row.output_token_ids[len(row.output_token_ids) - len(word) + 1:] == word[:-1]:
             x[word[-1]] = -INF
+    if p.allowed_token_ids is not None and max(x) == -INF:
+        x = before
     if p.greedy:
         return x
     x = [v / p.temperature for v in x]
@@ -184,7 +187,7 @@ def test_raw_values_are_those_of_the_model() -> None:
     assert processed == [{0: 1.0, 1: -INF, 2: -INF, 3: 99.0}, {0: -INF, 1: -INF, 2: -INF, 3: 198.0}]
 
 
-# min_tokens, ties, top_k, top_p
+# min_tokens, bad words, ties, top_k, top_p
 
 
 def test_min_tokens_masks_stop_ids_until_enough_is_said() -> None:
@@ -196,6 +199,20 @@ def test_min_tokens_masks_stop_ids_until_enough_is_said() -> None:
         said.append(token)
         row.all_token_ids.append(token)
     assert said == [2, 2, 0]
+
+
+@pytest.mark.parametrize("output, allowed, min_tokens, token", [
+    ([], None, 0, 0),  # no bad word is begun
+    ([0], None, 0, 1), ([5, 0], None, 0, 1), ([0, 5], None, 0, 0),
+    ([0], [0, 2], 0, 2),
+    ([0], [0], 0, 0),  # nothing else is allowed
+    ([0], [0, 3], 2, 0), ([0], [0, 3], 1, 3)])  # the rest of what is allowed is masked, or is not
+def test_bad_words_forbid_their_last_token(output: list[int], allowed: list[int] | None, min_tokens: int, token: int
+                                           ) -> None:
+    """The bad word is [0, 0]; only what was generated begins it, not the prompt."""
+    params = SamplingParams(temperature=0, allowed_token_ids=allowed, min_tokens=min_tokens)
+    row = make_row(params, prompt=[0], output=output, masked=[3], bad_words=[[0, 0]])
+    assert sample(torch.tensor([[9.0, 8.0, 7.0, 6.0, 5.0, 4.0]]), [row])[0] == [token]
 
 
 def kept_ids(probs: list[float], **knobs: Any) -> list[int]:
