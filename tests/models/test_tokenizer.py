@@ -316,6 +316,16 @@ def test_a_tokenizer_that_cannot_be_rebuilt(tmp_path: Path, changes: dict, messa
     assert "token types" in message or "Pass tokenizer='<Hugging Face id or folder>'" in str(caught.value)
 
 
+def test_a_token_with_a_role_is_special_whatever_its_type(tmp_path: Path) -> None:
+    size = 256 + len(WORDS) + 4
+    for make_real in (False, True):
+        tokenizer = gguf_tokenizer(tiny(tmp_path, token_type=[1] * (size - 1) + [5], padding_token_id=size - 1))
+        if make_real:
+            assert tokenizer.pad_token_id == size - 1 and len(tokenizer) == size
+        assert tokenizer.encode("<s>ab[PAD]") == [size - 4, 256, size - 1]
+        assert tokenizer.decode([size - 4, 256, size - 1], skip_special_tokens=True) == "ab"
+
+
 def test_a_special_id_out_of_range_is_no_token(tmp_path: Path) -> None:
     assert gguf_tokenizer(tiny(tmp_path, eos_token_id=10**6)).eos_token is None
 

@@ -17,7 +17,7 @@ transformers is imported inside the functions: it takes a second, which plain pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -37,6 +37,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 # llama.cpp's token types.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+# transformers' names for tokens with a role -> llama.cpp's.
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 # How text is cut before merging. GPT-2's own rule is built into the tokenizers library; Qwen2's and Llama 3's differ
 # only in how many digits stay together: contractions | a word with at most one sign before it | digits |
@@ -145,14 +147,15 @@ def gguf_tokenizer(gguf: GGUFFile) -> AnyTokenizer:
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     if len(types) != len(tokens):
         raise ModelLoadError(f"{gguf.path}: {len(tokens)} tokens but {len(types)} token types; the file is damaged.")
-    backend = _byte_level_bpe(gguf, tokens, types)
     settings = _transformers_settings(gguf, tokens)
-    control = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
+    special += [token for key, token in settings.items() if key in _NAMED and token and token not in special]
+    backend = _byte_level_bpe(gguf, tokens, types, special)
 
     def make_full() -> PreTrainedTokenizerFast:
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=control, **settings)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=special, **settings)
 
     if settings["add_bos_token"] or settings["add_eos_token"]:  # transformers sees to that
         return make_full()
@@ -170,10 +173,7 @@ def _transformers_settings(gguf: GGUFFile, tokens: list[str]) -> dict[str, Any]:
         return tokens[token_id] if isinstance(token_id, int) and 0 <= token_id < len(tokens) else None
 
     return {
-        "bos_token": named("bos"),
-        "eos_token": named("eos"),
-        "unk_token": named("unknown"),
-        "pad_token": named("padding"),
+        **{name: named(role) for name, role in _NAMED.items()},
         # llama.cpp's defaults, where the file is silent: only Llama 3 begins every text with BOS.
         "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", _pre_tokenizer_name(gguf) in _LLAMA3)),
         "add_eos_token": bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
@@ -183,11 +183,12 @@ def _transformers_settings(gguf: GGUFFile, tokens: list[str]) -> dict[str, Any]:
     }
 
 
-def _byte_level_bpe(gguf: GGUFFile, tokens: list[str], types: Any) -> Tokenizer:
+def _byte_level_bpe(gguf: GGUFFile, tokens: list[str], types: Sequence[int], special: list[str]) -> Tokenizer:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
+    kinds = list(zip(tokens, types, strict=True))
     # Unused tokens only pad the vocabulary to a round number; the original tokenizer does not have them.
-    vocab = {token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
+    vocab = {token: i for i, (token, kind) in enumerate(kinds) if kind != _UNUSED or token in special}
     merges = [(left, right) for left, _, right in (line.partition(" ") for line in _string_list(gguf, "merges"))]
     name = _pre_tokenizer_name(gguf)
     try:
@@ -199,9 +200,9 @@ def _byte_level_bpe(gguf: GGUFFile, tokens: list[str], types: Any) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     if name == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
-        special = kind == _CONTROL
-        add([AddedToken(t, normalized=False, special=special) for t, k in zip(tokens, types, strict=True) if k == kind])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    plain = [token for token, kind in kinds if kind == _USER_DEFINED and token not in special]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
     return tokenizer
 
 
@@ -217,15 +218,16 @@ def _pre_tokenizer_name(gguf: GGUFFile) -> str:
 
 def _pre_tokenizer(name: str) -> Any:
     from tokenizers import Regex
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Split
+    from tokenizers.pre_tokenizers import Sequence as InTurn
 
     if name in ("default", "gpt-2"):
         return ByteLevel(add_prefix_space=False)
     if name == "smollm":
-        return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+        return InTurn([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     digits = r"\p{N}{1,3}" if name in _LLAMA3 else r"\p{N}"
     split = Split(Regex(_SPLIT.replace("DIGITS", digits)), behavior="isolated")
-    return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+    return InTurn([split, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _string_list(gguf: GGUFFile, key: str) -> list[str]:
