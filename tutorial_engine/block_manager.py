@@ -10,7 +10,8 @@ Three layers, each small:
 * `FreeKVCacheBlockQueue`: free blocks in the order in which they will be reused; any block can be taken out of the
   middle in O(1), because a prefix hit revives a block that was waiting to be reused.
 * `BlockPool`: takes, shares and frees blocks, and finds a full block by the hash of its content. A freed block keeps
-  its hash until it is handed out again, so a later request can still find it: the free queue *is* the cache, in LRU order.
+  its hash until it is handed out again, so a later request can still find it: the free queue *is* the cache, in LRU
+  order.
 * `KVCacheManager`: the tables of the requests, and `allocate_slots`, the one function that does the accounting.
 
 Block 0 is the null block: never owned, never cached; padding may write to it.
@@ -376,7 +377,8 @@ class KVCacheManager:
         assert 0 not in named and 0 not in free_ids, "the null block was handed out or freed"
         assert len(free) + len(named) + 1 == pool.num_gpu_blocks, "free + used + null is not the total"
         for block in pool.blocks:
-            assert block.ref_cnt == named.get(block.block_id, 0), f"{block} but {named.get(block.block_id, 0)} tables name it"
+            num_tables = named.get(block.block_id, 0)
+            assert block.ref_cnt == num_tables, f"{block}, but {num_tables} tables name it"
             if block.block_hash is not None:
                 assert block.block_id in pool.cached_block_hash_to_block[block.block_hash], f"{block} cannot be found"
         cached = sum(len(same) for same in pool.cached_block_hash_to_block.values())

@@ -83,7 +83,8 @@ class LLMEngine:
         generation_config = source.generation_config
         if args.generation_config not in ("auto", "vllm"):
             generation_config = _read_generation_config(Path(args.generation_config))
-        return cls(config, ModelRunner(config, load_model(config, source)), tokenizer, source.config.vocab_size, generation_config)
+        model_runner = ModelRunner(config, load_model(config, source))
+        return cls(config, model_runner, tokenizer, source.config.vocab_size, generation_config)
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams, arrival_time: float | None = None,
                     lora_request: Any = None, tokenization_kwargs: dict[str, Any] | None = None, priority: int = 0
