@@ -8,11 +8,8 @@
 # - say whose sampling settings a call uses, and pin them
 # - predict, in engine steps, what a loop, a list and a small memory pool cost
 #
-# Needs: a CPU and 4 GB of memory, no GPU. About 30 minutes to read; all cells together run in about one minute.
+# Needs: a CPU and 4 GB of free memory, no GPU. About 40 minutes to read; all cells together run in about one minute.
 # You should know what a token is. Everything else is explained where it comes up.
-#
-# *The stored answers were computed in float32 on a CPU. On a GPU the engine computes in half precision, and a word of an
-# answer may differ. The counts stay.*
 
 # %% tags=["parameters"]
 NUM_PROMPTS = 32  # prompts in "One call or a loop"
@@ -39,19 +36,22 @@ from tutorial_engine.trace import Trace
 # %% [markdown]
 # ## The problem
 #
-# You have a pile of prompts and nobody is waiting for any single answer: 50,000 reviews to label, a benchmark to score, a
-# data set to write. You do not want a server. You want a Python script that starts, works through the pile, and ends.
+# You have a pile of prompts and nobody is waiting for any single answer: 50,000 reviews to label, a benchmark to score,
+# a data set to write. You do not want a server. You want a Python script that starts, works through the pile, and ends.
 #
-# That script is three lines long. The first one loads the model, which happens once:
+# That script is three lines long. The first one loads the model, which happens once. (No model is named, so it is the
+# course's own small one. The other arguments fix the number type and 1 GiB of working memory, so that every machine
+# prints the same page; `generation_config` has a section of its own below.)
 
 # %%
 began = time.perf_counter()
-llm = LLM(generation_config="vllm")  # no name: the course's own small model. The argument is explained further down
+llm = LLM(dtype="float32", kv_cache_memory_bytes=2**30, generation_config="vllm")
 load_seconds = time.perf_counter() - began
 llm
 
 # %% [markdown]
-# Then you ask. `temperature=0` means: always take the most likely token, so that you and this page get the same answers.
+# Then you ask. `temperature=0` means: always take the most likely token, so that you and this page get the same
+# answers.
 
 # %%
 questions = ["What is the capital of France?", "Name the largest planet in our solar system."]
@@ -60,9 +60,9 @@ for output in outputs:
     print(output.prompt, "->", repr(output.outputs[0].text))
 
 # %% [markdown]
-# No error, no warning, and two useless answers: the first is **empty**, the second **stops in the middle**. And if you had
-# called `generate` in a loop, once for each of your 50,000 prompts, the script would also be **several times too slow**,
-# just as quietly.
+# No error, no warning, and two useless answers: the first is **empty**, the second **stops in the middle**. And if you
+# had called `generate` in a loop, once for each of your 50,000 prompts, the script would also be **several times too
+# slow**, just as quietly.
 #
 # These are the three classic mistakes of offline inference. On this page you will make each of them on purpose, see in
 # numbers what it costs, and then never make it again.
@@ -70,9 +70,10 @@ for output in outputs:
 # %% [markdown]
 # ## The idea
 #
-# Think of a **bus**. The engine is the bus, a prompt is a passenger, and one *step* of the engine is a drive to the next
-# stop. On each drive every passenger gets exactly one token further. A drive burns almost the same fuel whether one seat
-# is taken or thirty: what costs most is moving the bus itself, that is, reading all weights of the model.
+# Think of a **bus**. The engine is the bus, a prompt is a passenger, and one *step* of the engine is a drive to the
+# next stop. On each drive every passenger gets one token further. One drive with thirty aboard costs far less than
+# thirty drives with one, because the dear part is moving the bus itself: reading all weights of the model, once in
+# every step.
 #
 # | on the bus | in the engine |
 # |---|---|
@@ -81,35 +82,35 @@ for output in outputs:
 # | a drive to the next stop | one step: everyone aboard gets one token |
 # | getting off | the request is finished; its seat is free for the next in line, at this very stop |
 # | seats | `max_num_seqs` |
-# | luggage space | the KV cache: what the model remembers of each prompt and answer, in blocks |
+# | luggage space | the KV cache: what the model keeps of each prompt and answer, in blocks of 16 tokens |
 # | driving one passenger at a time | a `for` loop around `generate` |
 # | a **charter** tour | **offline**: all passengers known at the start, only the end of the tour counts |
 # | a **public line** | **online** (a server): people arrive when they like, and each one looks at the clock |
 #
-# Charter and public line drive the same bus. That is the whole difference between offline and online: not another engine,
-# but another way to get on.
+# Charter and public line drive the same bus. That is the whole difference between offline and online: not another
+# engine, but another way to get on.
 
 # %%
-fig, ax = plt.subplots(figsize=(10, 2.9))
-boxes = {  # name: (x, y, colour)
-    "your script\nLLM.generate / chat": (0, 2, "#cfe8cf"), "many clients\nHTTP + streaming": (0, 0, "#f6dfc4"),
-    "API server\n(async)": (2.4, 0, "#f6dfc4"), "checks,\ntokens": (4.8, 1, "#dde6f5"),
-    "waiting\nqueue": (7.0, 1, "#dde6f5"), "scheduler": (9.2, 1, "#dde6f5"), "model +\nKV cache": (11.4, 1, "#dde6f5")}
-for text, (x, y, colour) in boxes.items():
-    ax.text(x, y, text, ha="center", va="center", bbox=dict(boxstyle="round,pad=0.5", fc=colour, ec="#555"))
-for start, end in [((1.2, 2), (4.1, 1.3)), ((1.1, 0), (1.7, 0)), ((3.1, 0), (4.1, 0.7)), ((5.5, 1), (6.3, 1)),
-                   ((7.6, 1), (8.3, 1)), ((10.1, 1), (10.6, 1))]:
-    ax.annotate("", end, start, arrowprops=dict(arrowstyle="->", color="#555"))
-ax.annotate("one token each, every step", (9.2, 1.45), (11.4, 1.45), va="bottom", ha="center", fontsize=9,
-            arrowprops=dict(arrowstyle="->", connectionstyle="arc3,rad=0.5", color="#555"))
-ax.set(xlim=(-1.5, 12.5), ylim=(-0.6, 2.6), title="Two ways in, one engine: offline above, online below")
-_ = ax.axis("off")
+fig, ax = plt.subplots(figsize=(10, 3))
+boxes = [(0, 2, "your script,\nLLM.generate", "#cfe8cf"), (0, 0, "many clients\nover HTTP", "#f6dfc4"),
+         (3, 0, "API server,\nAsyncLLM", "#f6dfc4"), (6, 1, "waiting\nqueue", "#dde6f5"),
+         (9, 1, "scheduler", "#dde6f5"), (12, 1, "model and\nKV cache", "#dde6f5")]
+ax.add_patch(plt.Rectangle((4.6, 0.05), 8.8, 1.9, fill=False, ec="#3b6ea5", ls="--"))
+ax.text(9, 2.05, "the engine: the same for both", ha="center", color="#3b6ea5")
+for x, y, text, colour in boxes:
+    ax.add_patch(plt.Rectangle((x - 1.15, y - 0.4), 2.3, 0.8, fc=colour, ec="#555"))
+    ax.text(x, y, text, ha="center", va="center", fontsize=9)
+for start, end in [((1.2, 2), (5, 1.45)), ((1.2, 0), (1.8, 0)), ((4.2, 0.1), (5, 0.55)), ((7.2, 1), (7.8, 1)),
+                   ((10.2, 1.1), (10.8, 1.1)), ((10.8, 0.9), (10.2, 0.9))]:
+    ax.annotate("", end, start, arrowprops={"arrowstyle": "->"})
+ax.text(10.5, 0.25, "again and again: each step,\none token for everyone aboard", ha="center", fontsize=8)
+_ = ax.set(xlim=(-1.3, 13.5), ylim=(-0.5, 2.5)), ax.axis("off")
 
 # %% [markdown]
 # ## Under the hood
 #
-# `generate` is two halves: put everything into the waiting queue, then run until everything is finished. This is its real
-# body, from [llm.py](../../tutorial_engine/llm.py):
+# `generate` is two halves: put everything into the waiting queue, then run until everything is finished. This is its
+# real body, from [llm.py](../../tutorial_engine/llm.py):
 
 # %%
 def body(function):
@@ -128,38 +129,46 @@ ids = llm.enqueue(["The capital of France is", "1, 2, 3, 4, 5,", "Once upon a ti
 llm.llm_engine
 
 # %% [markdown]
-# Nothing was computed: `0/5 tokens`. Three passengers at the stop. Now one single step:
+# Three passengers at the stop (the first number of each is its ticket), and nothing is computed: `0/5 tokens`. Now one
+# single step:
 
 # %%
 llm.llm_engine.step()
 llm.llm_engine
 
 # %% [markdown]
-# All three got on **in the same step**, whatever their length, and each holds a block of memory (`blocks [1]` and so on).
-# `5/6` means: the five tokens of the prompt are computed, and a sixth, the first of the answer, is known. Let it finish:
+# All three got on **in the same step**, whatever their length. Each holds one block of memory; which one is not
+# important here. `5/6` means: the five tokens of the prompt are computed, and a sixth, the first of the answer, is
+# known. Let it finish:
 
 # %%
 for output in llm.wait_for_completion():
     print(repr(output.prompt), "->", repr(output.outputs[0].text))
 
 # %% [markdown]
-# One step is this function, from [engine.py](../../tutorial_engine/engine.py). Everything else in the engine serves it:
+# What is in a step? Most lines of `LLMEngine.step`, in [engine.py](../../tutorial_engine/engine.py), care for errors.
+# These do the work:
 
 # %%
-print(body(type(llm.llm_engine).step))
+work = ("schedule()", "execute_model(", "update_from_output(", "output_processor.process(")
+for line in body(type(llm.llm_engine).step).splitlines():
+    if any(call in line for call in work):
+        print(line.strip())
 
 # %% [markdown]
-# Read four lines of it: `schedule` decides who computes what, `execute_model` computes it, `update_from_output` appends the
-# new tokens and lets those get off who are done, `process` makes text. There is no "batch size" anywhere. The scheduler
-# fills the bus anew at every stop.
+# `schedule` decides who computes how much. `execute_model` computes it, for all of them at once. `update_from_output`
+# appends the new tokens, and those who are done get off. `process` makes text. `wait_for_completion` repeats this until
+# everybody is finished. There is no "batch size" anywhere: the scheduler fills the bus anew at every stop.
 #
 # <details><summary>For readers who know vLLM: where this differs</summary>
 #
-# The names and the order are those of vLLM's V1 engine. Three things are simpler here. (1) vLLM's `LLM` starts the engine
-# core in a *child process* by default and talks to it over ZMQ sockets on the same machine
-# (`VLLM_ENABLE_V1_MULTIPROCESSING=1`); ours runs in your process. (2) vLLM's server puts an asynchronous class, `AsyncLLM`,
-# in front of the same engine core. (3) On a GPU, vLLM captures CUDA graphs and profiles memory while it loads, so that
-# loading takes minutes rather than seconds.
+# The names and the order are those of vLLM's V1 engine. Three things are simpler here. (1) vLLM's `LLM` starts the
+# engine core in a *child process* by default and talks to it over ZMQ sockets on the same machine
+# (`VLLM_ENABLE_V1_MULTIPROCESSING=1`); ours runs in your process. (2) vLLM's server puts an asynchronous class,
+# `AsyncLLM`, in front of the same engine core, and tokenizes in the server's process. (3) On a GPU, vLLM also profiles
+# memory and captures CUDA graphs while it loads. And a detail that holds for both: a prompt longer than the token
+# budget of one step (`max_num_batched_tokens`) boards over several steps. That is *chunked prefill*; no prompt on this
+# page is that long.
 # </details>
 
 # %% [markdown]
@@ -167,18 +176,28 @@ print(body(type(llm.llm_engine).step))
 #
 # ### 1. Raw or chat?
 #
-# Why was the answer about France empty? Ask the same question both ways. `generate` sends your text as it is. `chat` takes
-# *messages* and first lays them out with the model's **chat template**: the layout in which the model saw conversations
-# when it was trained.
+# Why was the answer about France empty? Ask the same question both ways. `generate` sends your text as it is. `chat`
+# takes *messages* and first lays them out with the model's **chat template**: the layout in which the model saw
+# conversations when it was trained:
+
+# %%
+def as_chat(question):
+    return [{"role": "user", "content": question}]
+
+
+tokenizer = llm.get_tokenizer()
+rendered = tokenizer.apply_chat_template(as_chat("What is the capital of France?"), tokenize=False,
+                                         add_generation_prompt=True)
+print(rendered)
+
+# %% [markdown]
+# On this page you guess before you measure. Write your numbers in place of `None`; a wrong guess teaches more than
+# none. Here: how many tokens does each way send, and how many come back for the raw text?
 
 # %% tags=["predict"]
 guess = predict(prompt_tokens_raw=None, prompt_tokens_chat=None, output_tokens_raw=None)
 
 # %% tags=["experiment"]
-def as_chat(question):
-    return [{"role": "user", "content": question}]
-
-
 questions = ["What is the capital of France?", "In one sentence, what is a KV cache?"]
 greedy = SamplingParams(temperature=0, max_tokens=64)
 raw = llm.generate(questions, greedy)
@@ -187,25 +206,28 @@ observe(guess, prompt_tokens_raw=len(raw[0].prompt_token_ids), prompt_tokens_cha
         output_tokens_raw=len(raw[0].outputs[0].token_ids))
 
 # %%
-def side_by_side(**columns):
-    """Texts in a row of boxes, each under its name."""
-    cells = "".join(f'<td style="vertical-align: top; text-align: left; border: 1px solid #999; padding: 8px">'
-                    f'<b>{name.replace("_", " ")}</b><pre style="white-space: pre-wrap">{html.escape(text)}</pre></td>'
-                    for name, text in columns.items())
-    return HTML(f"<table><tr>{cells}</tr></table>")
+def before_and_after(rows):
+    """A table: what the model got, and what it wrote."""
+    cell = '<td style="text-align: left; vertical-align: top; border: 1px solid #999; padding: 8px">'
+    pre = f'{cell}<pre style="white-space: pre-wrap; word-break: normal">'
+    body = "".join(f"<tr>{cell}<b>{name}</b></td>" + "".join(f"{pre}{html.escape(text)}</pre></td>" for text in texts)
+                   + "</tr>" for name, *texts in rows)
+    head = "".join(f"{cell}<b>{name}</b></td>" for name in ("", "the model got", "it wrote (every token)"))
+    return HTML(f"<table><tr>{head}</tr>{body}</table>")
 
 
-tokenizer = llm.get_tokenizer()
-rendered = tokenizer.apply_chat_template(as_chat(questions[0]), tokenize=False, add_generation_prompt=True)
 print("chat() sent exactly the rendered template:", chat[0].prompt == rendered)
-side_by_side(generate_sent=raw[0].prompt, generate_got=repr(raw[0].outputs[0].text),
-             chat_sent=chat[0].prompt, chat_got=repr(chat[0].outputs[0].text))
+before_and_after((name, output.prompt, tokenizer.decode(output.outputs[0].token_ids))
+                 for name, output in [("generate", raw[0]), ("chat", chat[0])])
 
 # %% [markdown]
-# The seven words became 37 tokens: role markers, a system prompt that nobody asked for but the template adds, and at the
-# end an open `assistant` turn that begs for an answer. The raw question had none of that. To the model it looked like a
-# *finished* message, and the most likely continuation of a finished message is the end-of-sequence token: one token, which
-# is not shown, so the text is empty.
+# Seven tokens became 37: role markers, a system prompt that nobody asked for but the template adds, and at the end an
+# open `assistant` turn that begs for an answer.
+#
+# The raw question got one token, `<|im_end|>`: *end of message*. Look at the template: that is precisely what follows a
+# question there. The model did continue the text correctly. It ended your message for you, and nobody had opened a turn
+# for an answer. This marker is the model's end-of-sequence token, so the request was finished, and since markers are
+# left out of `.text`, you saw `''`.
 #
 # Nothing was broken, so nothing raised. When an answer is odd, look at `output.prompt` and `output.prompt_token_ids`
 # first: they are what the model really saw.
@@ -217,9 +239,9 @@ print("raw: ", repr(raw[1].outputs[0].text))
 print("chat:", repr(chat[1].outputs[0].text))
 
 # %% [markdown]
-# Chat gives a well-formed sentence that is **confident nonsense**. That is the size of the model: 135 million parameters
-# are enough for fluent English and for little knowledge. The template fixes the *form*, never the *facts*. On this page,
-# trust the numbers and never the statements of the model.
+# Chat gives a well-formed sentence that is **confident nonsense**. That is the size of the model: 135 million
+# parameters are enough for fluent English and for little knowledge. The template fixes the *form*, never the *facts*.
+# On this page, trust the numbers and never the statements of the model.
 #
 # **When raw is right.** The template is for *answering*. Do not use it for continuing or for measuring a text:
 #
@@ -242,20 +264,21 @@ sentences = ["Paris is the capital of France.", "Paris is the capital of Japan."
 for output in llm.generate(sentences, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)):
     pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs))[1:]  # nothing comes before the first token
     mean = sum(logprobs[token_id].logprob for token_id, logprobs in pairs) / len(pairs)
-    print(f"perplexity {math.exp(-mean):8.3g}   {output.prompt}")
+    print(f"perplexity {math.exp(-mean):#8.3g}   {output.prompt}")
 
 # %% [markdown]
 # Lower means "less surprised". The true sentence wins, the scrambled one is far out. With a chat template around it you
 # would have measured the template as well.
 #
-# **Now change one thing:** pass `add_generation_prompt=False` to `llm.chat` for the question about France. What does the
-# model write when nobody opens its turn?
+# **Now change one thing:** pass `add_generation_prompt=False` to `llm.chat` for the question about France. What does
+# the model write when nobody opens its turn?
 
 # %% [markdown]
 # ### 2. What comes back: two lists, one inside the other
 #
-# `generate` returns a list of `RequestOutput`, one for each **prompt**. Each has a list `.outputs` of `CompletionOutput`,
-# one for each **completion** of that prompt. Usually there is one completion. With `n=3` there are three:
+# `generate` returns a list of `RequestOutput`, one for each **prompt**. Each has a list `.outputs` of
+# `CompletionOutput`, one for each **completion** of that prompt. Usually there is one completion. With `n=3` there are
+# three:
 #
 # ```
 # outputs[i]               prompt i           .prompt  .prompt_token_ids  .num_cached_tokens  .finished
@@ -285,9 +308,9 @@ with expect_error(ValueError):
     SamplingParams(n=3, temperature=0)
 
 # %% [markdown]
-# The `seed` makes chance repeatable, whatever else is on the bus. Behind the scenes `n=2` with seed 7 becomes two ordinary
-# requests that share the memory of their prompt, with the seeds 7 and 8. Do you believe that? Predict whether the tokens
-# are equal.
+# The `seed` makes chance repeatable, whatever else is on the bus. Behind the scenes `n=2` with seed 7 becomes two
+# ordinary requests that share the memory of their prompt, with the seeds 7 and 8. Do you believe that? Predict whether
+# the tokens are equal.
 
 # %% tags=["predict"]
 guess = predict(same_as_seeds_7_and_8=None)
@@ -301,8 +324,8 @@ together = [completion.token_ids for completion in pair.outputs]
 observe(guess, same_as_seeds_7_and_8=together == [seven.outputs[0].token_ids, eight.outputs[0].token_ids])
 
 # %% [markdown]
-# One more field explains a lot of speed: `num_cached_tokens`. Blocks of 16 tokens that the engine has computed before, for
-# any request, need not be computed again. All our chats begin with the same template. Empty the cache, ask three
+# One more field explains a lot of speed: `num_cached_tokens`. Blocks of 16 tokens that the engine has computed before,
+# for any request, need not be computed again. All our chats begin with the same template. Empty the cache, ask three
 # questions at once, then the same three again. How many of each prompt's tokens come from the cache?
 
 # %% tags=["predict"]
@@ -319,9 +342,9 @@ observe(guess, first_time=[output.num_cached_tokens for output in first_time],
         second_time=[output.num_cached_tokens for output in second_time])
 
 # %% [markdown]
-# The first chat pays for the shared beginning, and its neighbours in the very same step use it: 16 tokens, one whole block.
-# The second time all *whole* blocks hit: 32, not 38, because a block that is not full cannot be shared. Remember this when
-# you measure: **the second run of a benchmark is not the first one again**.
+# The first chat pays for the shared beginning, and its neighbours in the very same step use it: 16 tokens, one whole
+# block. The second time both *whole* blocks hit: 32 tokens, and not 38 or 34, because a block that is not full cannot
+# be shared. Remember this when you measure: **the second run of a benchmark is not the first one again**.
 
 # %% [markdown]
 # ### 3. Sixteen tokens
@@ -331,11 +354,12 @@ observe(guess, first_time=[output.num_cached_tokens for output in first_time],
 #
 # | `finish_reason` | who ended it |
 # |---|---|
-# | `"stop"` | the model (end-of-sequence token), or one of your stop strings, which is then in `stop_reason` |
+# | `"stop"` | the model, by its end-of-sequence token; or one of your stop strings, which is then in `stop_reason` |
 # | `"length"` | you: `max_tokens` or the context limit is reached. **The answer is cut** |
 # | `"abort"`, `"error"` | somebody cancelled it, or the step failed |
 #
-# Six questions go into one call. How many answers are cut at 16 tokens?
+# Five questions go into one call. How many answers are cut at 16 tokens? The cut ones are asked again, with room for
+# 40. How many are still cut?
 
 # %% tags=["predict"]
 guess = predict(cut_at_16=None, cut_at_40=None)
@@ -357,9 +381,9 @@ for question, output in zip(cut, again):
     print(f"   at 40 tokens: ...{output.outputs[0].text[-30:]!r}")
 
 # %% [markdown]
-# This little audit is the cheapest quality check there is: **count the finish reasons of every batch, and run the cut ones
-# again with more room**. An answer that says `length` is not a bad answer of the model. It is half an answer. (About the
-# painting it is also wrong. See above.)
+# This little audit is the cheapest quality check there is: **count the finish reasons of every batch, and run the cut
+# ones again with more room**. An answer that says `length` is not a bad answer of the model. It is half an answer.
+# (About the painting it is also wrong. See above.)
 #
 # **Now change one thing:** set `max_tokens=None`. It means "up to the context limit", 8,192 tokens here. Do it for one
 # question only, and be ready to press the stop button: small models like to repeat themselves for ever.
@@ -367,9 +391,9 @@ for question, output in zip(cut, again):
 # %% [markdown]
 # ### 4. Each prompt its own settings, and what happens to a bad one
 #
-# `SamplingParams` may be one object for all prompts, or a list with one for each. Here five prompts want 9, 2, 5, 1 and 7
-# tokens. `generate` returns five outputs. In which order were they *returned*, and in which order did the engine *finish*
-# them? A `Trace` records every step.
+# `SamplingParams` may be one object for all prompts, or a list with one for each. Here five prompts want 9, 2, 5, 1 and
+# 7 tokens. `generate` returns five outputs. In which order were they *returned*, and in which order did the engine
+# *finish* them? A `Trace` records every step.
 
 # %% tags=["predict"]
 guess = predict(returned=None, finished=None)  # two orders of 0, 1, 2, 3, 4
@@ -387,8 +411,8 @@ observe(guess, returned=returned, finished=finished)
 
 # %% [markdown]
 # The short ones get off first. `generate` keeps everybody until the last one is done, then sorts by ticket number. So
-# `zip(prompts, outputs)` is always right. `ignore_eos=True` makes an output exactly as long as you ask, which is what you
-# want in a measurement and never in real work.
+# `zip(prompts, outputs)` is always right. `ignore_eos=True` makes an output exactly as long as you ask, which is what
+# you want in a measurement and never in real work.
 #
 # The number of settings must match the number of prompts. The engine does not guess:
 
@@ -397,33 +421,34 @@ with expect_error(ValueError):
     llm.generate(prompts, each[:4])
 
 # %% [markdown]
-# And if one prompt of many is bad, say empty, or longer than the context?
+# And if one prompt of many is bad, say empty, or longer than the context? Are the good ones run?
 
 # %% tags=["predict"]
-guess = predict(prompts_that_were_run=None, requests_left_in_the_engine=None)
+guess = predict(steps_that_were_run=None, requests_left_in_the_engine=None)
 
 # %% tags=["experiment"]
 with Trace(llm) as trace, expect_error(ValueError):
     llm.generate(["The capital of France is", "", "1, 2, 3, 4, 5,"], one_token)
-observe(guess, prompts_that_were_run=len(trace),
+observe(guess, steps_that_were_run=len(trace),
         requests_left_in_the_engine=llm.llm_engine.get_num_unfinished_requests())
 
 # %% [markdown]
-# One bad ticket, and the whole group stays at home: every prompt is checked before the first drive, those already queued
-# are taken out again, and the error comes to you. That is vLLM's rule too. Nothing is lost, and the engine is clean:
+# One bad ticket, and the whole group stays at home: every prompt is checked before the first drive, those already
+# queued are taken out again, and the error comes to you. That is vLLM's rule too. Nothing is lost, and the engine is
+# clean:
 
 # %%
 llm.generate("The capital of France is", one_token)[0].outputs[0].text
 
 # %% [markdown]
-# For a job of 50,000 rows this means: **check the rows yourself before you call**, for instance their token counts, or feed
-# them in portions. "In production" below does the latter.
+# For a job of 50,000 rows this means: **check the rows yourself before you call**, for instance their token counts, or
+# feed them in portions. "In production" below does the latter.
 
 # %% [markdown]
 # ### 5. One call or a loop
 #
-# Now the expensive mistake. 32 prompts want between 1 and 7 tokens each, 122 in total. Once in a loop, one `generate` per
-# prompt. Once as a list, one `generate` for all. How many engine steps does each need? (Think of the bus.)
+# Now the expensive mistake. 32 prompts want between 1 and 7 tokens each, 122 in total. Once in a loop, one `generate`
+# per prompt. Once as a list, one `generate` for all. How many engine steps does each need? (Think of the bus.)
 
 # %% tags=["predict"]
 guess = predict(steps_loop=None, steps_list=None, same_tokens=None)
@@ -444,8 +469,9 @@ list_seconds = time.perf_counter() - began
 observe(guess, steps_loop=len(loop), steps_list=len(batch), same_tokens=singles == listed)
 
 # %% [markdown]
-# The loop takes as many steps as there are output tokens: **the sum**. The list takes as many as the longest answer needs:
-# **the maximum**. The tokens are the same. Here is the picture, one row for each prompt, one column for each step:
+# The loop takes as many steps as there are output tokens: **the sum**. The list takes as many as the longest answer
+# needs: **the maximum**. The tokens are the same. Here is the picture, one row for each prompt, one column for each
+# step:
 
 # %%
 fig, axes = plt.subplots(2, 1, figsize=(10, 4.2), sharex=True)
@@ -463,23 +489,23 @@ fig.tight_layout()
 # cost more than a step that carries one, so the gain in time is smaller than the gain in steps:
 
 # %% tags=["timing", "nbval-ignore-output"]
-print(f"steps: {len(loop) / len(batch):.1f} times fewer    time: {loop_seconds / list_seconds:.1f} times less")
-print(f"one step of the loop {1000 * loop_seconds / len(loop):.0f} ms, "
-      f"one step of the list {1000 * list_seconds / len(batch):.0f} ms, for up to {NUM_PROMPTS} tokens instead of 1")
+print(f"list: {len(loop) / len(batch):.1f} times fewer steps, {loop_seconds / list_seconds:.1f} times less time")
+print(f"a step of the list took {list_seconds / len(batch) / (loop_seconds / len(loop)):.1f} times as long, for up to "
+      f"{NUM_PROMPTS} times the tokens")
 
 # %% [markdown]
-# Four things made this a fair measurement. Skip any of them and the number is wrong: the **same token count** on both sides
-# (`ignore_eos`, or one side may stop early), a **warm-up**, an **empty prefix cache** for the second leg, and a check that
-# both sides produced the **same tokens**.
+# Four things made this a fair measurement. Skip any of them and the number is wrong: the **same token count** on both
+# sides (`ignore_eos`, or one side may stop early), a **warm-up**, an **empty prefix cache** for the second leg, and a
+# check that both sides produced the **same tokens**.
 #
-# **Now change one thing:** set `NUM_PROMPTS = 64` at the top and run again. Which of the two step counts doubles?
+# **Now change one thing:** set `NUM_PROMPTS = 64` at the top and run again. Which of the two step counts about doubles?
 
 # %% [markdown]
 # ### 6. The same work, three ways
 #
-# "Then I give the whole list to `transformers` and have the same?" Almost. Its `generate` takes a batch as well, but as a
-# rectangle: shorter prompts are **padded** to the longest, and the batch runs until its longest answer is done. Let us run
-# the same eight prompts through the same weights in both libraries, and count what is really computed.
+# "Then I give the whole list to `transformers` and have the same?" Almost. Its `generate` takes a batch as well, but as
+# a rectangle: shorter prompts are **padded** to the longest, and the batch runs until its longest answer is done. Let
+# us run the same eight prompts through the same weights in both libraries, and count what is really computed.
 
 # %%
 import torch
@@ -488,8 +514,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tutorial_engine.models.loader import resolve_model
 
 source = resolve_model("")  # our model's file: shape and weights
-shape = ("vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-         "rms_norm_eps max_position_embeddings tie_word_embeddings").split()
+shape = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+         "num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
 hf = LlamaForCausalLM(LlamaConfig(**{name: getattr(source.config, name) for name in shape},
                                   rope_parameters={"rope_type": "default", "rope_theta": source.config.rope_theta}))
 hf.load_state_dict(dict(source.weights()), strict=False)  # the output layer is the embedding: nothing to load for it
@@ -519,8 +545,8 @@ lengths = [16, 3, 4, 10, 6, 8, 5, 2]
 print("prompt lengths:", [len(p) for p in prompts], " output lengths:", lengths)
 
 # %% [markdown]
-# A request with a prompt of *p* tokens and an output of *n* needs *p + n − 1* tokens to be computed (the last one is never
-# fed back). Sum this over the eight, and you have the least possible work. Predict what each way computes.
+# A request with a prompt of *p* tokens and an output of *n* needs *p + n − 1* tokens to be computed (the last one is
+# never fed back). Sum this over the eight, and you have the least possible work. Predict what each way computes.
 
 # %% tags=["predict"]
 guess = predict(tokens_loop=None, tokens_padded=None, tokens_engine=None, steps_engine=None)
@@ -554,21 +580,21 @@ observe(guess, tokens_loop=ways["transformers, loop"]["work"], tokens_padded=way
 # %% [markdown]
 # The loop wastes no token and many steps. The rectangle saves the steps and wastes tokens: more than half of what it
 # computed was padding, or answers that were finished already. The engine has **the steps of the batch and the tokens of
-# the loop**, because each row of its batch may have its own length, and leaves when it is done. All three agree on every
-# token.
+# the loop**, because each row of its batch may have its own length, and leaves when it is done. All three agree on
+# every token.
 
 # %% tags=["timing", "nbval-ignore-output"]
 for name, way in ways.items():
     print(f"{name:24}{way['seconds'] / ways['our engine']['seconds']:>6.1f} times the engine's time")
 
 # %% [markdown]
-# How far do these ratios travel? The step and token counts: everywhere. The times: nowhere. On eight short prompts and a
-# tiny model the padded batch is not far behind. vLLM's authors reported up to 24 times the throughput of `transformers`
-# on their GPUs, with their models and traffic of 2023; and `transformers` has continuous batching of its own today
-# (`generate_batch`). Always measure your own work.
+# How far do these ratios travel? The counts of steps and tokens: everywhere. The times: nowhere, not even to the next
+# run on this machine. vLLM's authors reported up to 24 times the throughput of `transformers`, on their GPUs, with the
+# models and the traffic of 2023. And `transformers` has continuous batching of its own today (`generate_batch`), which
+# is not what we ran. Measure your own work.
 
 # %%
-del hf  # half a gigabyte; we are done with it
+hf = None  # half a gigabyte; we are done with it
 
 # %% [markdown]
 # ### 7. Whose sampling settings am I using?
@@ -578,9 +604,9 @@ del hf  # half a gigabyte; we are done with it
 # models, and for two revisions of one model. `generation_config="vllm"` ignores the file. A folder name reads it from
 # there.
 #
-# The course's model ships no such file, so we write one into a folder, with the settings that the example on the model's
-# own page uses, and give that folder to a second `LLM`. One process, one `LLM`: the first is closed before the second is
-# built, and is of no use from then on.
+# The course's model ships no such file, so we write one into a folder and give that folder to a second `LLM`.
+# Temperature and top_p are those of the example on the model's own page; the length is ours. One process, one `LLM`:
+# the first is closed before the second is built, and is of no use from then on.
 
 # %%
 neutral = llm.get_default_sampling_params()
@@ -594,7 +620,7 @@ folder = tempfile.TemporaryDirectory()
 recommended = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "max_new_tokens": 12}
 Path(folder.name, "generation_config.json").write_text(json.dumps(recommended))
 
-llm = LLM(generation_config=folder.name)
+llm = LLM(dtype="float32", kv_cache_memory_bytes=2**30, generation_config=folder.name)
 file = llm.get_default_sampling_params()
 for field in ("temperature", "top_p", "max_tokens"):
     print(f"{field:12} neutral {getattr(neutral, field):5}   from the file {getattr(file, field):5}")
@@ -602,9 +628,12 @@ for field in ("temperature", "top_p", "max_tokens"):
 # %% [markdown]
 # Note the name: the file says `max_new_tokens`, `SamplingParams` says `max_tokens`. They are the same thing.
 #
-# Now five runs of one prompt, three times. First without any `SamplingParams`. Then with `SamplingParams(max_tokens=12)`:
-# you only want to set the length. Then with the defaults *fetched and changed*. How many **different** texts among the
-# five?
+# Now one prompt, five times in one call: how many **different** texts come back? Four ways to call:
+#
+# * `neutral`: no `SamplingParams`, and an engine that ignores files (the run above, before closing)
+# * `no_params`: no `SamplingParams`, and the engine that has the file
+# * `only_max_tokens`: the same engine with `SamplingParams(max_tokens=12)`, because you only want to set the length
+# * `defaults_changed`: the same engine, its defaults *fetched and changed*
 
 # %% tags=["predict"]
 guess = predict(neutral=None, no_params=None, only_max_tokens=None, defaults_changed=None)
@@ -623,43 +652,48 @@ observe(guess, neutral=different(unguided), no_params=different(llm.generate(fiv
 
 # %% [markdown]
 # The third number is the trap. An explicit `SamplingParams` object is **complete**: fields that you leave out take
-# *SamplingParams'* defaults (temperature 1.0), not the file's. The file is not consulted at all. This is vLLM's behaviour
-# too, and many pages about it have it wrong. To keep the recommendation and change one field, start from
-# `llm.get_default_sampling_params()`.
+# *SamplingParams'* defaults (temperature 1.0), not the file's. The file is not consulted at all, and nothing warns you.
+# This is vLLM's behaviour too. To keep the recommendation and change one field, start from
+# `llm.get_default_sampling_params()`, as in the fourth way.
 #
-# (vLLM's *server* is different: there the fields that a client leaves out **are** filled from the file. That is one way in
-# which a model can look good through a server and poor offline.)
+# (vLLM's *server* is different: there the fields that a client leaves out **are** filled from the file. That is one way
+# in which a model can look good through a server and poor offline.)
 #
-# What should an offline job use? For a product that people like, the maker's recommendation is a good start. For anything
-# that you want to repeat or compare, write **every** field that matters yourself, temperature first, and keep it with the
-# results.
+# What should an offline job use? For a product that people like, the maker's recommendation is a good start. For
+# anything that you want to repeat or compare, write **every** field that matters yourself, temperature first, and keep
+# it with the results.
+#
+# **Now change one thing:** add `"top_k": 1` to the file: keep only the likeliest token. Predict the four numbers again.
 
 # %% [markdown]
 # ## Dial it in
 #
-# The knobs that matter offline, all of them arguments of `LLM(...)` except the first:
+# The knobs that matter offline, all of them arguments of `LLM(...)` except the first. The defaults are this engine's,
+# and vLLM's for most GPUs; on those with 70 GiB and more, vLLM mostly raises `max_num_seqs` and
+# `max_num_batched_tokens`.
 #
-# | knob | default | what it moves | turn it when |
+# | knob | default | what it moves | turn it |
 # |---|---|---|---|
-# | `SamplingParams.max_tokens` | 16 | the longest answer | always: set it to what the task needs |
-# | `max_num_seqs` | 256 | seats: most requests in one step | down, if requests are thrown off (below); up, if memory is left |
-# | `max_num_batched_tokens` | 4,096 (CPU) | most tokens computed in one step; long prompts are cut to fit | up for throughput; a server keeps it lower |
-# | `enable_prefix_caching` | on | reuse of equal beginnings | leave it on; off only to measure |
-# | `max_model_len` | the model's | longest prompt + answer | down to what you need: more requests are sure to fit |
-# | `gpu_memory_utilization`, `kv_cache_memory_bytes` | 0.92 of the memory; on a CPU at most 2 GiB of cache | how many blocks there are | up for larger batches; 0.92 + 0.92 > 1, so not two default engines on one GPU |
+# | `SamplingParams.max_tokens` | 16 | longest answer | always: set what the task needs |
+# | `max_num_seqs` | 256 | seats: requests in one step | up while memory lasts; down, see below |
+# | `max_num_batched_tokens` | 4,096 (CPU), 8,192 (GPU) | tokens computed in one step | up for throughput |
+# | `enable_prefix_caching` | on | reuse of equal beginnings | off only to measure |
+# | `max_model_len` | the model's | longest prompt + answer | down to what your rows need |
+# | `gpu_memory_utilization` | 0.92 of the memory | how many blocks there are | up for larger batches |
+# | `kv_cache_memory_bytes` | derived (CPU: at most 2 GiB) | the same, in bytes | to fix the size, as this page does |
 #
-# What does "luggage space" mean in practice? Build an engine with a tiny pool of 13 blocks of 16 tokens. One of them, the
-# null block, is reserved, so 12 are usable. Six prompts of 16 tokens each want 24 more: 16 + 24 − 1 = 39 tokens to keep,
-# which is 3 blocks each. Six times three is 18. **They do not fit.** What happens?
+# What does "luggage space" mean in practice? Build an engine with a tiny pool of 13 blocks of 16 tokens. One of them,
+# the null block, is reserved, so 12 are usable. Six prompts of 16 tokens each want 24 more: 16 + 24 − 1 = 39 tokens to
+# keep, which is 3 blocks each. Six times three is 18. **They do not fit.** What happens?
 #
-# If the pool is full and somebody needs a block, the last one aboard is put off: its blocks are freed, and later it starts
-# again from its first token (this is called *preemption by recompute*). Predict how many requests that hits, and how many
-# steps all take together. (With enough room: 24 steps, and 6 × 39 = 234 tokens computed.)
+# If the pool is full and somebody needs a block, the last one aboard is put off: its blocks are freed, and later it
+# starts again from its first token (this is called *preemption by recompute*). Predict how many requests that hits, and
+# how many steps all take together. (With enough room: 24 steps, and 6 × 39 = 234 tokens computed.)
 
 # %% tags=["predict"]
 guess = predict(put_off=None, steps=None, tokens_computed_again=None)
 
-# %% tags=["experiment"]
+# %%
 def run(llm):
     names = ("Anna", "Ben", "Clara", "David", "Emma", "Frank")
     letter = "Dear {}, thank you for your letter. It was a great pleasure to read that you"
@@ -669,26 +703,27 @@ def run(llm):
     return trace, [output.outputs[0].token_ids for output in outputs]
 
 
+# %% tags=["experiment"]
 llm.close()
-llm = LLM(num_gpu_blocks_override=13, max_model_len=128)
+llm = LLM(dtype="float32", num_gpu_blocks_override=13, max_model_len=128)
 crowded, crowded_tokens = run(llm)
 work = sum(n for record in crowded for _, n in record.scheduled.values())
 observe(guess, put_off=sum(len(record.preempted) for record in crowded), steps=len(crowded),
         tokens_computed_again=work - 6 * 39)
 
 # %% [markdown]
-# Two are put off when everybody needs a third block at once. Four can finish, then the two come back and recompute their 32
-# tokens each, in one step. Nobody got an error, nobody noticed: preemption is silent, and only the count tells.
+# Two are put off when everybody needs a third block at once. Four can finish, then the two come back and compute their
+# 32 tokens again, all in one step. Nobody got an error: preemption is silent, and only the count tells.
 #
-# The advice you will hear is: lower `max_num_seqs` until nobody is put off. Four seats, 4 × 3 = 12 blocks: they fit. Is it
-# faster, and are the answers the same?
+# The advice you will hear is: lower `max_num_seqs` until nobody is put off. Four seats, 4 × 3 = 12 blocks: they fit. Is
+# it faster, and are the answers the same?
 
 # %% tags=["predict"]
 guess = predict(put_off=None, steps=None, same_tokens=None)
 
 # %% tags=["experiment"]
 llm.close()
-llm = LLM(num_gpu_blocks_override=13, max_model_len=128, max_num_seqs=4)
+llm = LLM(dtype="float32", num_gpu_blocks_override=13, max_model_len=128, max_num_seqs=4)
 seated, seated_tokens = run(llm)
 observe(guess, put_off=sum(len(record.preempted) for record in seated), steps=len(seated),
         same_tokens=seated_tokens == crowded_tokens)
@@ -701,55 +736,59 @@ for ax, trace, name in zip(axes, (crowded, seated), ("256 seats: two are put off
 fig.tight_layout()
 
 # %% [markdown]
-# No preemption, and yet *more* steps: 48 instead of 31, because the last two wait for whole seats instead of squeezing in
-# early. Recomputing 64 tokens in one step was cheaper than 17 more drives. A few preemptions are a price, not a fault.
+# No preemption, and yet *more* steps: 48 instead of 31. On the left the last two ride along for 17 steps, wait for 7,
+# and repeat their beginning in one step. On the right they wait for 24. A few preemptions are a price, not a fault.
 # When they become many, and thousands of tokens are computed twice, the advice is right. **So count both**: steps *and*
 # tokens computed again.
 #
-# Whatever you turn here, the tokens stay the same. These knobs decide how the work is cut into steps, never what comes out
-# (in float32; in half precision, sums taken in another order can tip a close decision).
+# Whatever you turn here, the tokens stay the same. These knobs decide how the work is cut into steps, never what comes
+# out (in float32; in half precision, sums taken in another order can tip a close decision).
 #
 # **Now change one thing:** predict, then try a pool of 10 blocks, and one of 19. At which size is nobody put off?
 
 # %% [markdown]
 # ## Where it bites you
 #
-# Five beliefs that cost people days. You have the numbers against the first, third and fourth already.
+# Five beliefs that cost people days.
 #
-# | belief | what is true | seen |
-# |---|---|---|
-# | "I call `generate` for every row, and vLLM batches it." | A loop is a batch of one. Only what is in the queue *together* shares a step. Pass the list. | section 5: 122 steps against 7 |
-# | "`for output in llm.generate(...)` streams." | The list comes when the *last* request is done. Streaming is the async engine's or the server's. | next cell |
-# | "The model stops in mid-sentence, it is bad." | It is your 16-token default. Audit `finish_reason`. | section 3 |
-# | "A fresh `LLM` for each file keeps things clean." | Loading is the most expensive call of all. One object per process, for its whole life. | the cell after |
-# | "`generate` sends HTTP to some server." | The engine is in your program: no port, no JSON, and no `/metrics` to look at either. | the cell after that |
+# **1. "I call `generate` for every row, and the engine batches it."** A loop is a batch of one. Only what is in the
+# queue *together* shares a step. Section 5: 122 steps against 7.
 #
-# Streaming: how many of the seven steps are done when the loop below sees its first output?
+# **2. "The model stops in the middle of a sentence, it is bad."** It is your 16-token default. Section 3: audit
+# `finish_reason`.
+#
+# **3. "`for output in llm.generate(...)` streams."** The list comes when the *last* request is done; streaming is the
+# business of the asynchronous engine, or of a server. Below, the first prompt needs one step and the second seven. How
+# many steps are done when the loop sees its first output?
 
 # %% tags=["predict"]
 guess = predict(steps_before_the_first_output=None)
 
 # %% tags=["experiment"]
 prompts = ["The capital of France is", "1, 2, 3, 4, 5,"]
-each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 7)]  # the first needs one step
+each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 7)]
 seen = []
 with Trace(llm) as trace:
-    for output in llm.generate(prompts, each):
+    for _ in llm.generate(prompts, each):
         seen.append(len(trace))
 observe(guess, steps_before_the_first_output=seen[0])
 
 # %% [markdown]
-# A new object for every piece of work: what does loading cost, counted in steps?
+# **4. "A fresh `LLM` for each file keeps things clean."** Loading is paid every time. What does it cost, counted in
+# steps?
 
 # %% tags=["timing", "nbval-ignore-output"]
 step_seconds = loop_seconds / len(loop)
 print(f"loading took as long as {load_seconds / step_seconds:.0f} steps of one prompt")
 
 # %% [markdown]
-# That was a small model from a local disk. A large one takes minutes, and a second `LLM` on the same GPU fails for want of
-# memory.
+# And this was a small model: 0.54 GB of weights. A model of 16 GB has thirty times as much to read. A second `LLM`
+# beside the first is worse still: each wants 0.92 of the GPU's memory by default.
 #
-# HTTP: forbid every connection that Python could open, and generate.
+# So: one object per process, for the process's whole life.
+#
+# **5. "`generate` sends HTTP to some server."** The engine is in your program: no port, no JSON, and no `/metrics` to
+# look at either. Forbid every connection that Python could open, and generate:
 
 # %%
 with mock.patch.object(socket.socket, "connect", side_effect=RuntimeError("a connection was opened")):
@@ -759,7 +798,7 @@ with mock.patch.object(socket.socket, "connect", side_effect=RuntimeError("a con
 # Not one connection. (vLLM does use sockets inside the machine, between your process and its engine process. No HTTP
 # either.)
 #
-# Three smaller bites:
+# And three smaller bites:
 #
 # * **Text to `chat`, messages to `generate`.** Both are refused, with a hint:
 
@@ -770,18 +809,18 @@ with expect_error(TypeError):
     llm.generate(as_chat("What is the capital of France?"))
 
 # %% [markdown]
-# * **Rendering the template yourself, then `generate`.** Allowed, but models whose tokenizer adds a
-#   begin-of-sequence token get two of them: one from the template, one from the tokenizer. Use `chat`, or pass
+# * **Rendering the template yourself, then `generate`.** Allowed, but models whose tokenizer adds a begin-of-sequence
+#   token get two of them: one from the template, one from the tokenizer. Use `chat`, or pass
 #   `tokenization_kwargs={"add_special_tokens": False}`.
-# * **Greedy is not a promise of equal text everywhere.** Same model, same prompt, same settings can still differ by dtype,
-#   hardware, engine version, or, in half precision, by who else is in the batch.
+# * **Greedy is not a promise of equal text everywhere.** Same model, same prompt, same settings can still differ by
+#   dtype, hardware, engine version, or, in half precision, by who else is in the batch.
 
 # %% [markdown]
 # ## In production
 #
-# A job of six hours crashes in its fifth. With one giant `generate` call, everything is lost: the list comes back at the
-# end or not at all. So **write as you go, and be able to resume**: portions, one line of JSON per row, a key that says
-# which row it is.
+# A job of six hours crashes in its fifth. With one giant `generate` call, everything is lost: the list comes back at
+# the end or not at all. So **write as you go, and be able to resume**: portions, one line of JSON per row, a key that
+# says which row it is.
 
 # %%
 def run_job(rows, path, params, portion):
@@ -799,8 +838,8 @@ def run_job(rows, path, params, portion):
     return len(todo)
 
 # %% [markdown]
-# Eight rows, in portions of four. Row 5 is far too long for this engine (its context is 128 tokens). Predict how many rows
-# are in the file after the crash, and how many a second run has to compute once the row is shortened.
+# Eight rows, in portions of four. Row 5 is far too long for this engine (its context is 128 tokens). Predict how many
+# rows are in the file after the crash, and how many a second run has to compute once the row is shortened.
 
 # %% tags=["predict"]
 guess = predict(saved_by_the_first_run=None, computed_by_the_second_run=None)
@@ -821,22 +860,40 @@ observe(guess, saved_by_the_first_run=saved, computed_by_the_second_run=computed
 records = [json.loads(line) for line in path.open()]
 print("rows:", [record["row"] for record in records])
 print("finish reasons:", dict(Counter(record["finish_reason"] for record in records)))
-folder.cleanup()
 
 # %% [markdown]
 # Every row once, and the audit speaks up: all answers are cut, since 4 tokens were only enough for a demonstration.
 #
-# * **Portions must be large.** At the end of each one the bus drives nearly empty until its last passenger is done. Take
-#   many times `max_num_seqs`: thousands of rows, not four.
-# * **Pin what decides the output**, and write it once beside the results: model *and revision*
-#   (`LLM(model, revision="<commit>")`), the engine's version, dtype, chat template, and every sampling field. An
-#   evaluation without these cannot be repeated, not even by you.
+# Beside the answers belongs one small file that says how they came about. Without it the job cannot be repeated, not
+# even by you:
+
+# %%
+from hashlib import sha256
+from importlib.metadata import version
+
+manifest = {
+    "model": "smollm2-135m-instruct", "weights_sha256": sha256(source.path.read_bytes()).hexdigest(),
+    "engine": version("tutorial-engine"), "dtype": llm.llm_engine.config.dtype,
+    "chat_template_sha256": sha256(tokenizer.chat_template.encode()).hexdigest(), "sampling": vars(short),
+}
+Path(folder.name, "manifest.json").write_text(json.dumps(manifest, indent=1, default=str))
+print(*manifest, sep=", ")
+folder.cleanup()
+
+# %% [markdown]
+# For a model from a hub, a pinned revision (`LLM(model, revision="<commit>")`) takes the place of the weights'
+# checksum. And if the power fails while a line is being written, half a line stays behind: drop it before you resume.
+#
+# Four rules for the real thing:
+#
+# * **Portions must be large.** At the end of each one the bus drives nearly empty until its last passenger is done.
+#   Take many times `max_num_seqs`: thousands of rows, not four.
 # * **Audit** finish reasons, empty texts and prompt lengths at the end of every job, before anybody reads the results.
-# * **Offline for capacity, online for latency.** If rows are known in advance and only the total time counts, use `LLM`. If
-#   a person waits for each answer, or several programs share the model, run a server: it streams, cancels, times out and
-#   can be monitored. An `LLM` inside a script has no endpoint to look at.
-# * **Ten times the rows?** Start more jobs, each with its own part of the rows and its own GPU. If the GPU is shared with a
-#   server, run at night or give the job its own card: a full batch is a bad neighbour.
+# * **Offline for capacity, online for latency.** If rows are known in advance and only the total time counts, use
+#   `LLM`. If a person waits for each answer, or several programs share the model, run a server: it streams, cancels,
+#   times out and can be monitored. An `LLM` inside a script has no endpoint to look at.
+# * **Ten times the rows?** Start more jobs, each with its own part of the rows and its own GPU. If the GPU is shared
+#   with a server, run at night or give the job its own card: a full batch is a bad neighbour.
 
 # %% [markdown]
 # ## Check yourself
@@ -869,25 +926,26 @@ folder.cleanup()
 #
 # **Mechanics**
 #
-# <details><summary>5. 100 prompts, outputs of 20 tokens each, but one of 200. How many steps in a loop? As a list with 256
-# seats and plenty of memory? In how many of them is the batch nearly empty?</summary>
+# <details><summary>5. 100 prompts, outputs of 20 tokens each, but one of 200. How many steps in a loop? As a list with
+# 256 seats and plenty of memory? In how many of them is the batch nearly empty?</summary>
 #
-# Loop: 99 × 20 + 200 = 2,180. List: 200, the longest. From step 21 on only one request is left: 180 lonely steps. The tail
-# of a batch is where throughput goes to die, so make batches large and put long rows first.
+# Loop: 99 × 20 + 200 = 2,180. List: 200, the longest. From step 21 on only one request is left: 180 lonely steps. The
+# tail of a batch is where throughput goes to die: make batches large, and if rows outnumber seats, queue the long ones
+# first.
 # </details>
 #
-# <details><summary>6. The model ships temperature 0.6. A colleague calls
-# <code>generate(prompts, SamplingParams(max_tokens=256))</code>. Which temperature?</summary>
+# <details><summary>6. The model ships temperature 0.6. A colleague calls <code>generate(prompts,
+# SamplingParams(max_tokens=256))</code>. Which temperature?</summary>
 #
-# 1.0. An explicit object never takes values from the file. (Through vLLM's server, leaving the temperature out would give
-# 0.6.)
+# 1.0. An explicit object never takes values from the file. (Through vLLM's server, leaving the temperature out would
+# give 0.6.)
 # </details>
 #
 # <details><summary>7. Good answers through the server, poor ones offline, same model. What do you check, in which
 # order?</summary>
 #
-# (a) `output.prompt`: is the template there? (b) the sampling settings really used on both sides (question 6).
-# (c) `finish_reason`: the server's chat endpoint may write to the end of the context, your script stops at 16. (d) system
+# (a) `output.prompt`: is the template there? (b) the sampling settings really used on both sides (question 6). (c)
+# `finish_reason`: the server's chat endpoint may write to the end of the context, your script stops at 16. (d) system
 # prompt, revision, dtype.
 # </details>
 #
@@ -900,29 +958,30 @@ folder.cleanup()
 #
 # <details><summary>9. When is an offline benchmark misleading?</summary>
 #
-# When you want to know about users. Offline there are no arrivals, no queueing, no streaming, no HTTP, and the batch is as
-# full as it can be: throughput looks its best, and the time to the first token under load is not measured at all. It also
-# misleads without warm-up, with a warm prefix cache, or when one side stops early.
+# When you want to know about users. Offline there are no arrivals, no queueing, no streaming, no HTTP, and the batch is
+# as full as it can be: throughput looks its best, and the time to the first token under load is not measured at all. It
+# also misleads without warm-up, with a warm prefix cache, or when one side stops early.
 # </details>
 #
-# <details><summary>10. Should an offline job use the neutral defaults (<code>generation_config="vllm"</code>)?</summary>
+# <details><summary>10. Should an offline job use the neutral defaults
+# (<code>generation_config="vllm"</code>)?</summary>
 #
 # For evaluations and data sets: yes, plus explicit values for everything, so that a new revision of the model cannot
-# change your sampling. For text that people read: the maker's recommendation is usually better. Then read it once and write
-# it down as explicit values.
+# change your sampling. For text that people read: the maker's recommendation is usually better. Then read it once and
+# write it down as explicit values.
 # </details>
 #
 # <details><summary>11. An evaluation harness: what do you pin?</summary>
 #
-# Model and revision, tokenizer and chat template (on or off!), engine version, dtype and hardware, every sampling field and
-# the seed, `max_tokens`, stop strings, and the order and text of the prompts.
+# Model and revision, tokenizer and chat template (on or off!), engine version, dtype and hardware, every sampling field
+# and the seed, `max_tokens`, stop strings, and the order and text of the prompts.
 # </details>
 #
 # <details><summary>12. Portions of 500 or of 50,000 rows?</summary>
 #
-# Small portions lose little in a crash, and pay for a badly filled tail each time. Large ones the other way round. Choose
-# the tail as the guide: a portion should keep the bus full for far longer than its longest answer takes. With 256 seats and
-# answers of about 200 tokens, some thousands.
+# Small portions lose little in a crash, and pay for a badly filled tail each time. Large ones the other way round.
+# Choose the tail as the guide: a portion should keep the bus full for far longer than its longest answer takes. With
+# 256 seats and answers of about 200 tokens, some thousands.
 # </details>
 #
 # <details><summary>13. Your run shows 40 preemptions. Lower <code>max_num_seqs</code>?</summary>
@@ -954,15 +1013,16 @@ folder.cleanup()
 # | fast the second time | prefix cache: `reset_prefix_cache()` before you measure |
 #
 # **Sources.** vLLM documentation: [Quickstart](https://docs.vllm.ai/en/stable/getting_started/quickstart/) (queue, no
-# automatic template, `generation_config`), [Generative models](https://docs.vllm.ai/en/stable/models/generative_models/)
-# (`generate`, `chat`), [Offline inference](https://docs.vllm.ai/en/stable/serving/offline_inference/),
-# [Architecture overview](https://docs.vllm.ai/en/latest/design/arch_overview/) (two entry points, processes),
-# [Optimization and tuning](https://docs.vllm.ai/en/stable/configuration/optimization/) (preemption, and the advice on
-# `max_num_seqs`). That an explicit `SamplingParams` is not merged with the file was read in the source of vLLM 0.33
-# (`LLM.generate`), and so were the default of 16 tokens (`SamplingParams`) and the defaults in "Dial it in". Blocks, and
-# recomputing after preemption: Kwon et al., *Efficient Memory Management for Large Language Model Serving with
-# PagedAttention*, SOSP 2023, [arXiv 2309.06180](https://arxiv.org/abs/2309.06180). Scheduling at every step: Yu et al.,
-# *Orca*, OSDI 2022. "Up to 24 times": [vLLM's first blog post](https://blog.vllm.ai/2023/06/20/vllm.html), June 2023.
+# automatic template, `generation_config`), [Generative
+# models](https://docs.vllm.ai/en/stable/models/generative_models/) (`generate`, `chat`), [Offline
+# inference](https://docs.vllm.ai/en/stable/serving/offline_inference/), [Architecture
+# overview](https://docs.vllm.ai/en/latest/design/arch_overview/) (two entry points, processes), [Optimization and
+# tuning](https://docs.vllm.ai/en/stable/configuration/optimization/) (preemption, and the advice on `max_num_seqs`).
+# That an explicit `SamplingParams` is not merged with the file was read in the source of vLLM 0.33 (`LLM.generate`),
+# and so were the default of 16 tokens (`SamplingParams`) and the defaults in "Dial it in". Blocks, and recomputing
+# after preemption: Kwon et al., *Efficient Memory Management for Large Language Model Serving with PagedAttention*,
+# SOSP 2023, [arXiv 2309.06180](https://arxiv.org/abs/2309.06180). Scheduling at every step: Yu et al., *Orca*, OSDI
+# 2022. "Up to 24 times": [vLLM's first blog post](https://blog.vllm.ai/2023/06/20/vllm.html), June 2023.
 # [`generate_batch`](https://huggingface.co/docs/transformers/continuous_batching) in transformers. The settings in
 # section 7: the example on the page of
 # [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct).
