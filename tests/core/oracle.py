@@ -158,7 +158,7 @@ class Workload:
         self.later_is_urgent = rng.random() < 0.5
         self.block_size = rng.randint(1, 5)
         self.max_model_len = rng.randint(4, 36)
-        self.vocab_size = rng.randint(2, 6)
+        self.vocab_size = max(3, rng.randint(2, 6))  # EOS, a stop token, and one that min_tokens leaves to choose
         self.eos_token_id = rng.choice([EOS, None])
         fewest = cdiv(self.max_model_len, self.block_size)  # the pool must hold one longest request
         num_gpu_blocks = 1 + fewest + (0 if self.crowded else rng.choice([0, 1, rng.randint(0, 2 * fewest)]))
