@@ -8,8 +8,8 @@
 # - show, in steps rather than seconds, why a list of prompts is faster than a loop;
 # - read a block table: who holds which piece of memory, and who shares it.
 #
-# **Needs** a CPU and 3 GB of free memory; no GPU, no account. 10 minutes to read, about half a minute to run. The very
-# first run also fetches the model (93 MB).
+# **Needs** a CPU and 2 GB of free memory; no GPU, no account. 10 minutes to read, about half a minute to run. The
+# very first run also fetches the model (93 MB).
 
 # %% tags=["parameters"]
 prompts = ["The capital of France is", "1, 2, 3, 4, 5,", "A language model is", "Once upon a time"]
@@ -19,37 +19,61 @@ kv_cache_bytes = 2**30  # memory for the KV cache: 1 GiB
 # %% [markdown]
 # ## The problem
 #
-# A language model writes one **token** at a time: a word, or a piece of one. To write it, the machine reads all of the
-# model's numbers once. Ours is tiny, and that is still half a gigabyte per token. And each token that the model has read
-# leaves notes behind (its **K and V** vectors), which every later token of that text needs.
+# Four lines, and a language model writes. The second one loads it, which takes a few seconds and happens once. (Its
+# arguments are explained below; a plain `LLM()` works too.)
+
+# %%
+from tutorial_engine import LLM, SamplingParams
+
+llm = LLM(dtype="float32", max_model_len=1024, kv_cache_memory_bytes=kv_cache_bytes)
+output = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=1))
+print(output[0].outputs[0].text)
+
+# %% [markdown]
+# That was one **token**: a word, or a piece of one. A model writes one token at a time, and for each of them the
+# machine reads all of the model's numbers. Ours is tiny, and that is still half a gigabyte per token. And every
+# token that the model has read leaves notes behind (its **K and V** vectors), which all later tokens of that text
+# need.
 #
 # So whoever serves a model has two scarce things to share out:
 #
-# - **time**: one trip through the weights should serve as many people as possible;
+# - **time**: one trip through the model's numbers should serve as many people as possible;
 # - **memory**: everybody's notes must fit, and nobody knows beforehand how long an answer will be.
 #
-# A `for` loop around the model shares out neither. An *engine* does. vLLM is one; `tutorial_engine` is another, small
-# enough to read, with the same names and the same rules. This notebook runs it on a real model.
+# A `for` loop around a model shares out neither. An *engine* does. vLLM is one. `tutorial_engine` is another:
+# small enough to read, with vLLM's names and vLLM's rules.
 
 # %% [markdown]
 # ## The idea
 #
 # Two everyday things are enough to picture the whole engine.
 #
-# | | in everyday life | in the engine |
-# |---|---|---|
-# | time | A **bus**. One trip costs about the same with one passenger or with eight. It stops at each token: people get on and off at every stop. | a **step**: one trip through the weights; each running **request** gets at most one new token |
-# | memory | **Loose sheets** of 16 lines, in one numbered stack. You take the next sheet when yours is full, and keep a list of your sheet numbers. | **blocks** of 16 tokens in one **pool** (the KV cache); the list is the request's **block table** |
+# **Time is a bus.** A trip with eight passengers costs far less than eight trips with one. So the bus leaves with
+# everyone who is ready, and people get on and off at every stop. The engine calls a trip a **step**: one pass
+# through the model's numbers, in which each running **request** gets its next token.
 #
-# Two people whose notes begin with the same text need not copy them: both lists can name the same sheets. Remember that
-# for the picture below.
+# **Memory is a stack of loose sheets.** Each sheet has a number and 16 lines. You take a new sheet when yours is
+# full, and you keep a list of your sheets' numbers. Nobody reserves a whole book, and two people whose notes
+# begin with the same text list the same sheets. The engine calls a sheet a **block**, the stack the **pool** or
+# KV cache, and the list a **block table**.
+#
+# The bus is called *continuous batching*, and was first described in
+# [Orca](https://www.usenix.org/conference/osdi22/presentation/yu) (2022). The sheets are called *paging*, and come from
+# [PagedAttention](https://arxiv.org/abs/2309.06180) (2023), the paper that vLLM grew out of.
 
 # %% [markdown]
 # ## Under the hood
 #
-# `LLM(...)` does four things when it is built: it finds the model's files, reads the weights into memory, sets memory
-# aside for the KV cache, and cuts that into blocks. All of it happens once, before the first prompt. So you can work out
-# beforehand how much will fit. You only need the shape of the model:
+# The line `llm = LLM(...)` did four things: it found the model's file, read the numbers in it (the **weights**)
+# into memory, set memory aside for the KV cache, and cut that into blocks. Its arguments say how:
+#
+# - `dtype="float32"`: a number has 4 bytes. It is the default on a CPU; here it makes a GPU print the same
+#   numbers.
+# - `kv_cache_memory_bytes`: how much memory the KV cache gets. Here it is 1 GiB.
+# - `max_model_len=1024`: the longest request, prompt and answer together, that will be accepted.
+#
+# How much text fits, then? To work it out you only need the shape of the model. (The next cell also counts the weights.
+# You may skip how; the two lines that it prints are what matters.)
 
 # %%
 from tutorial_engine.models.loader import resolve_model
@@ -57,41 +81,38 @@ from tutorial_engine.models.loader import resolve_model
 shape = resolve_model("smollm2-135m-instruct").config
 h, ff, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
 per_layer = 2 * h * h + 2 * h * kv + 3 * h * ff + 2 * h  # Q and output; K and V; the MLP; two norms
-parameters = shape.vocab_size * h + shape.num_hidden_layers * per_layer + h  # embedding, layers, last norm
+weights = shape.vocab_size * h + shape.num_hidden_layers * per_layer + h  # embedding; layers; last norm
 
 print(f"{shape.num_hidden_layers} layers, {shape.num_key_value_heads} KV heads, head_dim {shape.head_dim}")
-print(f"{parameters:,} weights of 4 bytes: {parameters * 4:,} bytes")
+print(f"{weights:,} weights of 4 bytes: {weights * 4:,} bytes")
 
 # %% [markdown]
-# **Predict.** In each layer, for each KV head, a token leaves one K and one V vector of `head_dim` numbers; a number has
-# 4 bytes (float32). How many bytes is that per token? How many blocks of 16 tokens does 1 GiB (1,073,741,824 bytes)
-# hold, and how many tokens? How many requests of 1,024 tokens fit at the same time? Write your numbers in place of
-# `None`; a rough guess is better than none.
+# **Predict.** In each layer, for each KV head, a token leaves one K and one V vector of `head_dim` numbers.
+#
+# - How many bytes is that per token?
+# - How many blocks of 16 tokens fit into 1 GiB (1,073,741,824 bytes)? How many tokens is that?
+# - How many requests of 1,024 tokens fit at the same time? (vLLM calls this the *maximum concurrency*.)
+#
+# Write your numbers in place of `None`. A rough guess is better than none.
 
 # %% tags=["predict"]
 from tutorial_engine.notebook import expect_error, observe, predict
 
 guess = predict(bytes_per_token=None, blocks=None, tokens=None, max_concurrency=None)
 
-# %% [markdown]
-# **Run.** Now build the engine. `kv_cache_memory_bytes` fixes the size of the cache, and `max_model_len` is the longest
-# request (prompt and answer together) that it accepts.
-
 # %% tags=["experiment"]
-from tutorial_engine import LLM, SamplingParams
-
-llm = LLM(dtype="float32", max_model_len=1024, kv_cache_memory_bytes=kv_cache_bytes)
 cache = llm.llm_engine.model_runner.kv_cache
-measured = {
+engine = {
     "bytes_per_token": cache.num_bytes // (cache.num_blocks * cache.block_size),
     "blocks": cache.num_blocks,
     "tokens": cache.num_blocks * cache.block_size,
     "max_concurrency": cache.num_blocks / (1024 / cache.block_size),
 }
-observe(guess, **measured)
+observe(guess, **engine)
 
 # %% [markdown]
-# **Explain.** The whole card is one formula and two divisions. Here they are; the column "yours" is now the formula's.
+# **Explain.** This is the engine's capacity card, and it is all one formula and three divisions. In the next table, the
+# column "yours" is worked out by hand:
 
 # %%
 def kv_bytes_per_token(layers, kv_heads, head_dim, bytes_per_number):
@@ -106,69 +127,81 @@ by_hand = {
     "tokens": blocks * 16,
     "max_concurrency": blocks / (1024 / 16),
 }
-observe(by_hand, **measured)
+observe(by_hand, **engine)
 
 # %% [markdown]
-# vLLM prints the last two lines of this card when it starts, as `KV cache size: 23,296 tokens` and `Maximum concurrency
-# for 1,024 tokens per request: 22.75x`. Note what `max_model_len` is *not*: a reservation. A request of 20 tokens takes
-# two blocks, not 64. The arithmetic is in [kv_cache.py](../../tutorial_engine/kv_cache.py).
+# The notes of one token weigh 46 kB, and those of 11,700 tokens as much as the whole model. That is why memory,
+# and not only speed, decides how many people an engine can serve.
+#
+# vLLM prints the last two lines when it starts. Given the same model, number type and cache size on a CPU, vLLM 0.32
+# reported a `KV cache size` of `23,296 tokens` and, for 1,024 tokens per request, a `Maximum concurrency` of `22.75x`:
+# your numbers, with one digit more.
+#
+# Note what `max_model_len` is *not*: a reservation. A request of 20 tokens takes two blocks, not 64. All of this
+# arithmetic is in [kv_cache.py](../../tutorial_engine/kv_cache.py).
 
 # %% [markdown]
 # ## Try it
 #
 # ### Four prompts
 #
-# `generate` takes a list of prompts and continues each of them. `temperature=0` always takes the likeliest token, so the
-# text below is the same on your machine. Each answer ends at the first full stop, or after 24 tokens.
+# `generate` takes a list of prompts and continues each of them. With `temperature=0` the likeliest token is taken every
+# time, so you should get the same text as this page. Each answer ends at the first full stop, or after 24 tokens.
 
-# %% tags=["demo-output"]
+# %%
 params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=".")
 outputs = llm.generate(prompts, params)
+
+# %% tags=["demo-output"]
 for output in outputs:
-    print(f"{output.prompt} →{output.outputs[0].text}")
+    print(f"{output.prompt}\n   …{output.outputs[0].text}")
 
 # %% [markdown]
-# `outputs` is in the order of the prompts. Each entry has a list `outputs` of its own, because one prompt may have
-# several answers: hence the doubled name. Always look at `finish_reason` too: it tells you whether the model was done
-# (`stop`) or was cut off (`length`).
+# `outputs` is in the order of the prompts. Each entry has a list `outputs` of its own, because one prompt may
+# have several answers: hence the doubled name. Always look at `finish_reason` too: it tells you whether the model
+# was done (`stop`) or was cut off (`length`).
 
 # %%
 for output in outputs:
     answer = output.outputs[0]
-    print(f"{len(output.prompt_token_ids):2} tokens in, {len(answer.token_ids):2} out, finish_reason {answer.finish_reason}")
+    print(f"{len(output.prompt_token_ids):2} tokens in, {len(answer.token_ids):2} out: {answer.finish_reason}")
 
 # %% [markdown]
 # ### A chat
 #
-# This model was trained on conversations, in a format with markers for who speaks. `chat` writes the markers for you.
-# The second half of the output is what the model really saw.
+# This model was trained on conversations, in a format with markers for who speaks. `chat` writes the markers for
+# you. Below the line is what the model really saw, up to the place where it had to go on.
 
 # %%
-(reply,) = llm.chat([{"role": "user", "content": "Name three fruits."}], SamplingParams(temperature=0, max_tokens=64))
+messages = [{"role": "user", "content": "Name three fruits."}]
+(reply,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=64))
 print(reply.outputs[0].text)
-print("----- the prompt was:")
+print("-" * 40)
 print(reply.prompt)
 
 # %% [markdown]
 # ### A list or a loop?
 #
-# **Predict.** Eight prompts get 12 tokens each (`ignore_eos` makes sure that nobody stops early). A step gives each
-# running request one token. How many steps does the engine make if you call `generate` once per prompt in a loop? How
-# many if you call it once with the list?
+# **Predict.** Eight prompts get 10 tokens each (`ignore_eos=True`: nobody may stop early). A request's first step
+# reads its whole prompt and writes its first token; every further step writes one more. How many steps does the
+# engine make if you call `generate` in a loop, once per prompt? How many if you call it once, with the list?
 
 # %% tags=["predict"]
 guess = predict(loop_steps=None, list_steps=None)
+
+# %% [markdown]
+# `Trace` records what the engine does, step by step.
 
 # %% tags=["experiment"]
 from tutorial_engine.trace import Trace
 
 eight = [f"Here is a short story about the number {n}:" for n in range(1, 9)]
-twelve = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+ten_tokens = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 with Trace(llm) as loop:
-    one_by_one = [llm.generate(prompt, twelve, use_tqdm=False)[0] for prompt in eight]
+    one_by_one = [llm.generate(prompt, ten_tokens, use_tqdm=False)[0] for prompt in eight]
 with Trace(llm) as together:
-    all_at_once = llm.generate(eight, twelve, use_tqdm=False)
+    all_at_once = llm.generate(eight, ten_tokens, use_tqdm=False)
 
 observe(guess, loop_steps=len(loop), list_steps=len(together))
 
@@ -178,29 +211,35 @@ print("list:", together)
 print("same text:", [o.outputs[0].text for o in one_by_one] == [o.outputs[0].text for o in all_at_once])
 
 # %% [markdown]
-# **Explain.** Both computed the same number of tokens, and wrote the same text. But the loop made one trip through the
-# weights for each token, and the list one trip for eight tokens. That is *continuous batching*: the bus leaves with
-# everyone who is ready. What is it worth in seconds? The next cell's numbers are your machine's own.
+# **Explain.** Both pushed the same number of tokens through the model, and both wrote the same text. But the
+# loop's bus drove 80 times with one passenger, the list's 10 times with eight. What is that worth in seconds? The
+# next cell's numbers belong to the machine that ran it.
 
 # %% tags=["timing", "nbval-ignore-output"]
 loop_s, list_s = loop.records[-1].time, together.records[-1].time
-print(f"loop {loop_s:.2f} s, list {list_s:.2f} s: the list is {loop_s / list_s:.1f} times faster")
-print(f"list: {8 * 12 / list_s:.0f} tokens per second")
+print(f"loop {loop_s:.2f} s, list {list_s:.2f} s: the list is {loop_s / list_s:.1f} times as fast")
+print(f"list: {8 * 10 / list_s:.0f} tokens per second")
 
 # %% [markdown]
-# Less than eight times, because a trip with eight passengers has more to compute than a trip with one. And there it is,
-# your first measured number. To be defensible it needs its conditions: *so many tokens per second, 8 requests at once,
-# 12 tokens each, SmolLM2-135M in float32, on this CPU, model already loaded*. Without them it means nothing.
+# Expect less than eight times: a trip with eight passengers does cost more than a trip with one.
+#
+# And there it is, your first measured number. What makes it one that you can defend is the rest of the sentence:
+# *so many tokens per second, eight requests at once, prompts of 11 tokens, 10 tokens each, greedy, SmolLM2-135M
+# in float32, on this CPU, model already loaded, measured once*. And the count of steps, 80 against 10, is true on
+# every machine.
 
 # %% [markdown]
 # ### See the memory
 #
-# 1,456 blocks are too many to draw. So we close this engine and build a small one: 24 blocks, and two seats
-# (`max_num_seqs=2`: at most two requests run at the same time).
+# 1,456 blocks are too many to draw. So we close this engine and build a small one: a pool of 24 blocks, and two
+# seats on the bus (`max_num_seqs=2`: at most two requests run at the same time).
 #
-# **Predict.** Three readers ask a librarian. Their prompts begin with the same 35 tokens, the librarian's instructions.
-# Only *full* blocks of 16 tokens can be shared. How many blocks will the first two requests share? The third has to wait
-# for a seat. Its prompt has 46 tokens: how many of them will be computed when it gets one?
+# **Predict.** Three readers ask a librarian. Their prompts begin with the same 35 tokens: the librarian's
+# instructions. Only *full* blocks of 16 tokens can be shared.
+#
+# - How many blocks will the first two requests share?
+# - The third has to wait for a seat. Its prompt has 46 tokens. How many of them must be computed when it gets
+#   one?
 
 # %% tags=["predict"]
 guess = predict(shared_blocks=None, computed_for_the_third=None)
@@ -209,22 +248,23 @@ guess = predict(shared_blocks=None, computed_for_the_third=None)
 llm.close()
 small = LLM(dtype="float32", max_model_len=128, num_gpu_blocks_override=24, max_num_seqs=2)
 
-system = ("You are a friendly librarian. Answer every question in one short sentence and use simple words that a child "
-          "knows. Do not explain anything.")
+system = """You are a friendly librarian. Answer every question in one short sentence and use simple words \
+that a child knows. Do not explain anything."""
 questions = ["What is the capital of France?", "Who wrote Hamlet?", "What do bees make?"]
-chats = [[{"role": "system", "content": system}, {"role": "user", "content": question}] for question in questions]
+chats = [[{"role": "system", "content": system}, {"role": "user", "content": q}] for q in questions]
+
 with Trace(small) as trace:
     for answer in small.chat(chats, SamplingParams(temperature=0, max_tokens=16)):
         print(answer.outputs[0].text)
 
 # %%
-first = trace.records[0].tables
+first = trace.records[0].tables  # request -> its blocks, in the first step
 admitted = next(record for record in trace if "2" in record.scheduled)
-observe(
-    guess,
-    shared_blocks=len(set(first["0"]) & set(first["1"])),
-    computed_for_the_third=admitted.scheduled["2"][1],
-)
+start, num_tokens = admitted.scheduled["2"]  # the first token to compute, and how many
+observe(guess, shared_blocks=len(set(first["0"]) & set(first["1"])), computed_for_the_third=num_tokens)
+
+# %% [markdown]
+# Now look at it. This is the third step (they count from 0): two requests run, one waits.
 
 # %%
 from tutorial_engine.viz import block_table
@@ -232,15 +272,16 @@ from tutorial_engine.viz import block_table
 block_table(trace, step=2)
 
 # %% [markdown]
-# **How to read it.** On the left is the pool: every box is a physical block, its big number is the block's name. On the
-# right are the block tables: request 0's tokens 0–15 are in physical block 1, its tokens 16–31 in block 2, and so on.
+# **How to read it.** On the left is the pool. Each box is a physical block, and the big number is its name. On
+# the right are the block tables: request 0's tokens 0–15 are in physical block 1, tokens 16–31 in block 2, and so
+# on.
 #
-# - Blocks 1 and 2 have two colours: both tables name them. 32 of the 35 common tokens are stored once. The other 3 lie in
-#   a block that is not the same to its end, so they are stored twice.
-# - `#` marks a full block. It can be found again by its content.
-# - Block 5 is request 0's last one and has room left. Nothing was reserved beyond it.
-# - Block 0 belongs to nobody: it is the *null block*, a place for writes that nobody needs.
-# - Request 2 waits, and the engine says why.
+# - Blocks 1 and 2 have two colours, because both tables name them: 32 of the 35 common tokens are stored once.
+#   The other three lie in a block that does not stay the same up to its end, so each request has its own.
+# - `#` marks a full block. It can be found again by its content; that is how request 1 came to blocks 1 and 2.
+# - Block 5 is request 0's last. It has room left, and nothing is reserved beyond it.
+# - Request 2 waits, and the picture says why.
+# - Block 0 belongs to nobody. It is the *null block*, where the engine puts what nobody needs. That leaves 23.
 #
 # Three steps later, request 1 has finished:
 
@@ -248,65 +289,74 @@ block_table(trace, step=2)
 block_table(trace, step=5)
 
 # %% [markdown]
-# Request 2 took its seat at once, without waiting for request 0: people get on and off at every stop. Its table begins
-# with blocks 1 and 2, so 14 of its 46 tokens had to be computed. And look at block 4: it is free, but its content is
-# still there. The next request that starts with the same 48 tokens would find it, unless somebody needs the sheet first.
+# Request 2 took the seat at once, without waiting for request 0: people get on and off at every stop. Its table
+# begins with blocks 1 and 2, so only 14 of its 46 tokens had to be computed.
+#
+# And look at block 4. It is free, but what request 1 wrote there is still readable. A request that begins with the same
+# 48 tokens would find it, unless somebody needs the sheet first. So the free blocks double as a memory of what was read
+# before. All of this is *prefix caching*, and its rules are in
+# [block_manager.py](../../tutorial_engine/block_manager.py), in less than 400 lines.
 
 # %% [markdown]
 # ## Dial it in
 #
-# Change one thing, and predict before you run. The small engine has two seats; the big one had 256, the default.
+# Change one thing, and predict before you run. The small engine has two seats; the first one had 256, the
+# default.
 #
-# **Predict.** The same eight prompts, 12 tokens each, given as a list to the engine with two seats: how many steps?
+# **Predict.** The same eight prompts, 10 tokens each, given as a list to the engine with two seats: how many
+# steps?
 
 # %% tags=["predict"]
 guess = predict(steps_with_two_seats=None)
 
 # %% tags=["experiment"]
 with Trace(small) as two_seats:
-    small.generate(eight, twelve, use_tqdm=False)
+    small.generate(eight, ten_tokens, use_tqdm=False)
 observe(guess, steps_with_two_seats=len(two_seats))
 
 # %% [markdown]
-# Four rounds of two, 12 steps each. Now edit `max_num_seqs` where `small` is built, and run from there: with 4 seats you
-# should get 24 steps. These are the knobs that matter most, with vLLM's names and defaults:
+# Four rounds of two, 10 steps each. Now change `max_num_seqs` to 4 where `small` is built, and run everything
+# from there: 20 steps. These five knobs matter most. Their names are vLLM's:
 #
-# | knob | default | more of it | less of it |
+# | knob | here | more of it | less of it |
 # |---|---|---|---|
-# | `max_num_seqs` | 256 | more requests share each step | each waits longer for a seat |
-# | `kv_cache_memory_bytes` | what is free (here at most 2 GiB) | more and longer requests fit | requests wait for blocks |
-# | `max_model_len` | the model's limit (8,192) | longer texts are accepted | a smaller cache suffices |
-# | `block_size` | 16 | shorter tables | less is wasted, more can be shared |
-# | `max_num_batched_tokens` | 4,096 on a CPU | long prompts are read in fewer steps | others wait less for a long prompt |
+# | `max_num_seqs` | 256 | more requests share a step | requests wait longer for a seat |
+# | `kv_cache_memory_bytes` | at most 2 GiB | more and longer requests fit | requests wait for blocks |
+# | `max_model_len` | 8,192 (the model's) | longer texts are accepted | a smaller cache is enough |
+# | `block_size` | 16 | tables are shorter | less is wasted, more can be shared |
+# | `max_num_batched_tokens` | 4,096 on a CPU | long prompts take fewer steps | a long prompt delays others less |
 
 # %% [markdown]
 # ## Where it bites you
 #
-# **An answer stops in mid-word.** `SamplingParams()` allows 16 tokens, as in vLLM. The finish reason gives it away.
+# **An answer stops in the middle.** The default is `max_tokens=16`, as in vLLM. The finish reason gives it away.
 
 # %%
-(output,) = small.generate("Once upon a time", SamplingParams(temperature=0))
-print(len(output.outputs[0].token_ids), output.outputs[0].finish_reason, repr(output.outputs[0].text))
+answer = small.generate("Once upon a time", SamplingParams(temperature=0))[0].outputs[0]
+print(answer.text)
+print(len(answer.token_ids), "tokens, finish_reason:", answer.finish_reason)
 
 # %% [markdown]
-# **A question gets no answer.** `generate` continues text; it does not know that your text is a question. Here the model
-# finds that the text is complete and ends it with its first token. `chat` is what you want.
+# **A question gets no answer.** `generate` continues a text; it does not know that yours is a question. Here the
+# model decides that the text is complete: its first token is the one that ends it. What you want is `chat`.
 
 # %%
 question = "What is the capital of France?"
 greedy = SamplingParams(temperature=0, max_tokens=32)
-print("generate:", repr(small.generate(question, greedy)[0].outputs[0].text))
-print("chat:    ", repr(small.chat([{"role": "user", "content": question}], greedy)[0].outputs[0].text))
+continued = small.generate(question, greedy)[0].outputs[0]
+answered = small.chat([{"role": "user", "content": question}], greedy)[0].outputs[0]
+print("generate:", repr(continued.text))
+print("chat:    ", repr(answered.text))
 
 # %% [markdown]
-# **The answer is wrong.** A model of 135 million weights writes fluent nonsense. It is here to show you the engine; do
-# not believe it.
+# **The answer is wrong.** A model of 135 million weights writes fluent nonsense. It is here to show you an engine
+# at work; do not believe a word of it.
 
 # %%
 print(small.chat([{"role": "user", "content": "What is the capital of Italy?"}], greedy)[0].outputs[0].text)
 
 # %% [markdown]
-# **The prompt is too long.** You get an error before anything is computed, with the number to change:
+# **The prompt is too long.** You get an error before anything is computed, and it says what to do:
 
 # %%
 from tutorial_engine.exceptions import VLLMValidationError
@@ -317,16 +367,16 @@ with expect_error(VLLMValidationError):
 # %% [markdown]
 # Also good to know:
 #
-# - `LLM(...)` is expensive, `generate` is cheap. Build it once, never once per prompt.
-# - Without `temperature=0` you get other text in every run: the default is 1.0, which draws at random.
-# - The first run fetches 93 MB. Afterwards everything works offline.
-# - On a CPU the weights are float32. To be fast with one request and with many, the engine keeps them in two layouts, so
-#   the process may show twice the 538 MB of the card.
+# - `LLM(...)` is expensive and `generate` is cheap. Build one object per process, never one per prompt.
+# - Without `temperature=0` every run writes another text: the default temperature is 1, which draws at random.
+# - The model's file is fetched once (93 MB). After that everything works without a network.
+# - The process is bigger than the card says. On a CPU this engine keeps the weights in two layouts, one that is
+#   fast for a single request and one for many. With Python and PyTorch that makes about 1.6 GB.
 
 # %% [markdown]
 # ## In production
 #
-# What you have learned is vLLM. On a machine with a GPU, the same lines run there:
+# What you have learned holds for vLLM, word by word:
 #
 # ```diff
 # - from tutorial_engine import LLM, SamplingParams
@@ -337,32 +387,30 @@ with expect_error(VLLMValidationError):
 #   outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, stop="."))
 # ```
 #
-# What changes is the size of everything: weights of 16 GB instead of half of one, 2 bytes a number (bfloat16) instead of
-# 4, and by default 92 % of the GPU's memory for weights and cache (`gpu_memory_utilization`). The card stays the same. So
-# you can find out whether a model fits before you rent a GPU.
+# What changes is the scale. A usual model there has 8 billion weights of 2 bytes (bfloat16), which makes 16 GB. And by
+# default, weights and cache together get 92 % of the GPU's memory (`gpu_memory_utilization`). The arithmetic
+# of the card stays. So you can find out whether a model fits before you rent a GPU.
 #
-# ### Exercise: `fits` (5 minutes)
+# ### Exercise: does it fit? (5 minutes)
 #
-# Write a function that says whether a model's weights and the K and V of `tokens` tokens fit into 92 % of a GPU's memory,
-# at 2 bytes a number. `kv_bytes_per_token` from above helps. The next cell checks it with Llama 3.1 8B (32 layers, 8 KV
-# heads of 128) on a GPU of 24 GiB with a context of 8,192 and of 131,072 tokens, and on one of 16 GiB with 8,192.
+# Complete `fits`, which says whether a model's weights and the K and V of `tokens` tokens fit into 92 % of a
+# GPU's memory, at 2 bytes a number. `kv_bytes_per_token` from above does half of the work. The cell after it
+# tries Llama 3.1 8B (32 layers, 8 KV heads, head_dim 128) on two GPUs.
 
 # %% tags=["exercise"]
 def fits(weights, layers, kv_heads, head_dim, tokens, gib):
-    """True if `weights` numbers and `tokens` tokens of K and V, 2 bytes a number, fit into 92 % of `gib` GiB."""
+    """True if everything fits into 92 % of `gib` GiB (1 GiB = 2**30 bytes)."""
     return None  # your code here
 
 
 # %% tags=["check"]
 llama = {"weights": 8_030_261_248, "layers": 32, "kv_heads": 8, "head_dim": 128}
-observe(
-    {
-        "24 GiB, 8,192 tokens": fits(**llama, tokens=8_192, gib=24),
-        "24 GiB, 131,072 tokens": fits(**llama, tokens=131_072, gib=24),
-        "16 GiB, 8,192 tokens": fits(**llama, tokens=8_192, gib=16),
-    },
-    **{"24 GiB, 8,192 tokens": True, "24 GiB, 131,072 tokens": False, "16 GiB, 8,192 tokens": False},
-)
+yours = {
+    "24 GiB, 8,192 tokens": fits(**llama, tokens=8_192, gib=24),
+    "24 GiB, 131,072 tokens": fits(**llama, tokens=131_072, gib=24),
+    "16 GiB, 8,192 tokens": fits(**llama, tokens=8_192, gib=16),
+}
+observe(yours, **dict(zip(yours, [True, False, False])))
 
 # %% [markdown]
 # <details><summary>A solution</summary>
@@ -373,30 +421,43 @@ observe(
 #     return needed <= 0.92 * gib * 2**30
 # ```
 #
-# The weights take 15.0 GiB. 8,192 tokens add 1 GiB, 131,072 tokens add 16. The GPU of 16 GiB may use 14.7 of them, so
-# not even the weights fit: there you need a smaller model, or weights of fewer bits.
+# The weights take 15.0 GiB; 8,192 tokens add 1 GiB, 131,072 tokens add 16. Of the 16 GiB only 14.7 may be used,
+# so not even the weights fit: that GPU needs a smaller model, or weights of fewer bits. (An engine also needs
+# some memory for what it computes in a step. So "just fits" on paper does not fit.)
 #
 # </details>
 
 # %% [markdown]
 # ## Check yourself
 #
-# 1. You ask for five answers and each has exactly 16 tokens. What happened, and which field tells you?
-# 2. A list of 100 prompts, 50 tokens each, on an engine with 256 seats and room for all: how many steps? And in a loop?
-# 3. You double `max_model_len` and leave the cache as it is. What happens to the number of blocks, and to the maximum
+# Recall:
+#
+# 1. You ask for five answers, and each has exactly 16 tokens. What happened, and which field tells you?
+# 2. Your text is a question. `generate` or `chat`, and why?
+#
+# Mechanics:
+#
+# 3. 100 prompts, 50 tokens each, in one list, with a seat and memory for all: how many steps? How many in a loop?
+# 4. Two prompts have their first 31 tokens in common, and a block holds 16. How many blocks do they share?
+# 5. You double `max_model_len` and leave the cache as it is. What happens to the number of blocks, and to the maximum
 #    concurrency?
-# 4. Two prompts have their first 31 tokens in common, blocks hold 16. How many blocks do they share?
-# 5. A colleague says "we measured 400 tokens per second". What do you ask?
+#
+# Judgement:
+#
+# 6. 40 requests wait, and the trace says `not enough free blocks`. You may double the seats or the cache. Which?
+# 7. A colleague says "we measured 400 tokens per second". What do you ask?
 #
 # <details><summary>Answers</summary>
 #
 # 1. They were cut off by the default `max_tokens=16`: `finish_reason` is `length`.
-# 2. 50 steps; 5,000 in a loop. The number of tokens computed is the same.
-# 3. The blocks stay, since nothing is reserved per request. The maximum concurrency halves, since it counts requests of
-#    full length.
-# 4. One. The second block is not the same to its end.
-# 5. Which model, which number type, which machine; how many requests at once, how long the prompts and answers; and
-#    whether the prompts were already in the cache.
+# 2. `chat`. It writes the markers that the model knows from its training; `generate` would just continue the text.
+# 3. 50 steps; 5,000 in a loop. The number of tokens computed is the same.
+# 4. One. The second block is not the same up to its end.
+# 5. The blocks stay, since nothing is reserved for a request. The maximum concurrency halves, since it counts requests
+#    of full length.
+# 6. The cache. Seats are not what they wait for: with more seats they would still wait for blocks.
+# 7. Which model, number type and machine; how many requests at once, how long the prompts and the answers; whether the
+#    prompts were in the cache already; and how often it was measured.
 #
 # </details>
 
@@ -404,15 +465,19 @@ observe(
 # ## Cheat sheet
 #
 # ```python
-# llm = LLM()                                                    # once per process
-# params = SamplingParams(temperature=0, max_tokens=64)          # greedy; the default is 16 tokens at temperature 1
-# outputs = llm.generate(["prompt 1", "prompt 2"], params)       # a list, not a loop
-# outputs[0].outputs[0].text                                     # prompt 0, answer 0; see .finish_reason
-# llm.chat([{"role": "user", "content": "A question?"}], params) # when it is a question
+# llm = LLM()                                               # once per process
+# params = SamplingParams(temperature=0, max_tokens=64)     # defaults: 1 and 16
 #
-# with Trace(llm) as trace:                                      # record the steps ...
-#     llm.generate(prompts, params)
-# block_table(trace, step=0)                                     # ... and look at one
+# outputs = llm.generate(["prompt 0", "prompt 1"], params)  # a list, not a loop
+# outputs[0].outputs[0].text                                # prompt 0, its first answer
+# outputs[0].outputs[0].finish_reason                       # "stop": done; "length": cut off
+#
+# llm.chat([{"role": "user", "content": "A question?"}], params)
+#
+# with Trace(llm) as trace:                                 # record the steps
+#     llm.generate(["prompt 0", "prompt 1"], params)
+# len(trace)                                                # how many there were
+# block_table(trace, step=0)                                # the memory in one of them
 # ```
 #
 # | quantity | formula |
@@ -420,4 +485,9 @@ observe(
 # | bytes of K and V per token | 2 × layers × KV heads × head_dim × bytes per number |
 # | blocks | cache bytes ÷ (bytes per token × block size) |
 # | maximum concurrency | blocks ÷ (max_model_len ÷ block size) |
-# | steps for n prompts of t tokens | t as a list (with seats and blocks for all), n × t in a loop |
+# | steps for n prompts of t tokens each | t as a list, if all have a seat; n × t in a loop |
+#
+# **Where to go next.** [Offline batch inference](02_offline_batch_inference.ipynb) runs a pile of prompts and shows
+# what else a list can do. To read the engine itself, take the order of the [README](../../README.md), or begin with
+# [scheduler.py](../../tutorial_engine/scheduler.py), which drives the bus. And then vLLM, whose
+# [documentation](https://docs.vllm.ai/) you can now read: you know the words.

@@ -12,7 +12,7 @@ import pytest
 from tools.draw_readme_picture import PICTURE, first_picture
 from tutorial_engine.trace import StepRecord, Trace
 from tutorial_engine.viz import block_table
-from tutorial_engine.viz.block_table import COLUMNS, MAX_TABLES, PALETTE
+from tutorial_engine.viz.block_table import COLUMNS, MAX_TABLES, PALETTE, PoolState
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -65,7 +65,7 @@ def test_text_says_everything() -> None:
         "request 0: 7 tokens in 2 blocks [1, 2]",
         "request 1: 5 tokens in 2 blocks [1, 3]",
         "request 2 waits: not enough free blocks",
-        "and 1 more behind it",
+        "and 1 more wait",
     ]
 
 
@@ -80,7 +80,8 @@ def test_svg_says_the_same_as_the_text() -> None:
 
 
 def test_shared_block_has_a_band_for_each_holder() -> None:
-    bands = re.findall(r'<rect x="([\d.]+)" y="62" width="26" height="52" fill="(#\w+)"/>', block_table(TWO_STEPS, 0).svg)
+    half_a_cell = r'<rect x="([\d.]+)" y="62" width="26" height="52" fill="(#\w+)"/>'
+    bands = re.findall(half_a_cell, block_table(TWO_STEPS, 0).svg)
     assert [color for _, color in bands] == list(PALETTE[:2])
     assert float(bands[1][0]) - float(bands[0][0]) == 26
 
@@ -137,8 +138,6 @@ def test_a_large_pool_shows_the_rows_in_use() -> None:
 
 @pytest.mark.parametrize("num_blocks", [2, COLUMNS, COLUMNS + 1, 8 * COLUMNS, 8 * COLUMNS + 1, 1000])
 def test_every_block_is_accounted_for(num_blocks: int) -> None:
-    from tutorial_engine.viz.block_table import PoolState
-
     used = [1, num_blocks - 1] if num_blocks > 2 else [1]
     state = PoolState.of(trace_of(record(tables={"0": used}, lengths={"0": 4}), num_blocks=num_blocks), 0)
     assert [block for blocks, _ in state.pool_rows() for block in blocks] == list(range(num_blocks))
@@ -149,7 +148,7 @@ def test_many_requests_are_counted_not_drawn() -> None:
     many = {str(i): [i + 1] for i in range(MAX_TABLES + 3)}
     picture = block_table(trace_of(record(tables=many, lengths=dict.fromkeys(many, 4)), num_blocks=32))
     assert picture.text.endswith("and 3 more requests")
-    assert picture.text.count("tokens in 1 blocks") == MAX_TABLES
+    assert picture.text.count("tokens in 1 block") == MAX_TABLES
 
 
 def test_many_holders_are_counted() -> None:
@@ -159,7 +158,7 @@ def test_many_holders_are_counted() -> None:
 
 def test_ids_are_escaped() -> None:
     picture = block_table(trace_of(record(tables={'<&"': [1]}, lengths={'<&"': 4})))
-    assert 'request <&": 4 tokens in 1 blocks' in words(picture.svg)
+    assert 'request <&": 4 tokens in 1 block' in words(picture.svg)
     assert html.escape('request <&"') in picture._repr_mimebundle_()["text/html"]
 
 
@@ -167,7 +166,8 @@ def test_it_travels_as_an_image(tmp_path: Path) -> None:
     picture = block_table(TWO_STEPS, 0)
     bundle = picture._repr_mimebundle_()
     assert set(bundle) == {"text/html", "text/plain"}
-    found = re.fullmatch(r'<img alt="([^"]+)" style="[^"]+" src="data:image/svg\+xml;base64,([^"]+)"/>', bundle["text/html"])
+    image = r'<img alt="([^"]+)" style="[^"]+" src="data:image/svg\+xml;base64,([^"]+)"/>'
+    found = re.fullmatch(image, bundle["text/html"])
     assert found and found[1].startswith("Step 0: 3 blocks in use (1 shared), 4 free; pool of 8 blocks")
     assert base64.b64decode(found[2]).decode() == picture.svg
     assert bundle["text/plain"] == repr(picture) == picture.text

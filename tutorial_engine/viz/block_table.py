@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import html
 import itertools
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tutorial_engine.trace import Trace
 # Okabe and Ito's colours for the colour-blind, those on which black text is readable, a little lighter.
 PALETTE = ("#74c3ec", "#f2b134", "#4fc3a1", "#dd9cbf", "#f3e868", "#ee9a5b")
 COLUMNS, TABLE_COLUMNS = 8, 6  # blocks in a row of the pool, and of a request's table
-MAX_POOL_ROWS, MAX_TABLES = 8, 12  # of a larger pool only rows in use are drawn; further requests are counted
+MAX_POOL_ROWS, MAX_TABLES = 8, 8  # of a larger pool only rows in use are drawn; further requests are counted
 CELL, PITCH, MARGIN = 52, 56, 16  # pixels
 TABLES_X = MARGIN + COLUMNS * PITCH + 28
 WIDTH = TABLES_X + TABLE_COLUMNS * PITCH + MARGIN
@@ -79,7 +80,7 @@ class PoolState:
     def title(self) -> str:
         shared = sum(len(requests) > 1 for requests in self.owners.values())
         free = self.num_blocks - 1 - len(self.owners)
-        return f"Step {self.step}: {len(self.owners)} blocks in use ({shared} shared), {free} free"
+        return f"Step {self.step}: {len(self.owners)} blocks in use ({shared} shared), {free:,} free"
 
     def pool_rows(self) -> list[tuple[range, bool]]:
         """The blocks row by row, and whether to draw them: in a large pool, idle rows are joined and only named."""
@@ -110,14 +111,15 @@ class PoolState:
         return f"{tokens}/{self.block_size}" if tokens < self.block_size else ""
 
     def request_title(self, request: str) -> str:
-        return f"request {request}: {self.lengths[request]:,} tokens in {len(self.tables[request])} blocks"
+        blocks = len(self.tables[request])
+        return f"request {request}: {self.lengths[request]:,} tokens in {blocks} block{'s' * (blocks != 1)}"
 
     def more(self) -> list[str]:
         """Lines about requests that have no table in the picture."""
         lines = [f"and {len(self.tables) - MAX_TABLES} more requests"] if len(self.tables) > MAX_TABLES else []
         reasons = [f"request {request} waits: {reason}" for request, reason in self.waiting.items() if reason]
         behind = len(self.waiting) - len(reasons)
-        return lines + reasons + ([f"and {behind} more behind it"] if behind else [])
+        return lines + reasons + ([f"and {behind} more wait"] if behind else [])
 
 
 class Picture:
@@ -187,20 +189,20 @@ def _svg(state: PoolState) -> str:
     title = html.escape(state.title)
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
-        f'role="img" aria-label="{title}" font-family="Helvetica, Arial, sans-serif" text-anchor="middle">',
+        f'role="img" aria-label="{title}" font-family="Helvetica, Arial, sans-serif" font-size="10" fill="{INK}" '
+        'text-anchor="middle">',
         f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
         _label(MARGIN, 26, state.title, 15, weight="bold", anchor="start"),
         _label(MARGIN, 50, f"the pool: {state.num_blocks:,} physical blocks of {state.block_size} tokens", 12,
                GREY, anchor="start"),
         _label(TABLES_X, 50, "block tables: logical block → physical block", 12, GREY, anchor="start"),
-        *pool, *tables,
-        *_legend(bottom), "</svg>"])
+        *pool, *tables, *_legend(bottom), "</svg>"])
 
 
 def _legend(y: int) -> list[str]:
     """SVG of the four things that need a word."""
     parts, x = [], MARGIN
-    for kind, text in (("shared", "shared: in several tables"), ("part", "partly filled: 5 of 16 tokens"),
+    for kind, text in (("shared", "shared: in several tables"), ("part", "partly filled: tokens / size"),
                        ("full", "# full, can be found by its content"), ("free", "# free, can still be found")):
         parts.append(_box(x, y + 4, 14, 14, PALETTE[0] if kind in ("shared", "full") else "#ffffff", GREY,
                           ' stroke-dasharray="3 2"' if kind == "free" else ""))
@@ -225,9 +227,10 @@ def _pool(state: PoolState) -> tuple[list[str], int]:
             parts += _cell(state, block, x, y, CELL)
             parts += [_label(x + CELL // 2, y + 19, str(block), 15, INK if block in state.owners else GREY,
                              weight="bold" if block in state.owners else "normal"),
-                      _label(x + CELL // 2, y + 32, state.holder(block), 10, INK if block in state.owners else GREY)]
+                      _label(x + CELL // 2, y + 32, state.holder(block),
+                             color=INK if block in state.owners else GREY)]
             if text := state.fill(block):
-                parts.append(_label(x + CELL // 2, y + 44, text, 10))
+                parts.append(_label(x + CELL // 2, y + 44, text))
         y += PITCH
     return parts, y
 
@@ -242,10 +245,10 @@ def _tables(state: PoolState) -> tuple[list[str], int]:
         for i, block in enumerate(state.tables[request]):
             x, top = TABLES_X + i % TABLE_COLUMNS * PITCH, y + i // TABLE_COLUMNS * 44
             parts += [*_cell(state, block, x, top, 40),
-                      _label(x + 6, top + 12, f"{i} →", 10, anchor="start"),
+                      _label(x + 6, top + 12, f"{i} →", anchor="start"),
                       _label(x + CELL // 2, top + 32, str(block), 15, weight="bold")]
         y += -(-len(state.tables[request]) // TABLE_COLUMNS) * 44 + 8
-    for line in state.more():
+    for line in (part for text in state.more() for part in textwrap.wrap(text, 52)):
         parts.append(_label(TABLES_X, y + 12, line, 12, GREY, anchor="start"))
         y += 18
     return parts, y
@@ -270,8 +273,10 @@ def _box(x: int, y: int, width: int, height: int, fill: str, stroke: str, more: 
             f'stroke-width="1.2"{more}/>')
 
 
-def _label(x: int, y: int, text: str, size: int, color: str = INK, weight: str = "normal", anchor: str = "middle"
+def _label(x: int, y: int, text: str, size: int = 10, color: str = INK, weight: str = "normal", anchor: str = "middle"
            ) -> str:
-    more = ("" if weight == "normal" else f' font-weight="{weight}"') + (
-        "" if anchor == "middle" else f' text-anchor="{anchor}"')
-    return f'<text x="{x}" y="{y}" font-size="{size}" fill="{color}"{more}>{html.escape(text)}</text>'
+    """A text; what is as in the root element is left out."""
+    given = {"font-size": (size, 10), "fill": (color, INK), "font-weight": (weight, "normal"),
+             "text-anchor": (anchor, "middle")}
+    more = "".join(f' {name}="{value}"' for name, (value, default) in given.items() if value != default)
+    return f'<text x="{x}" y="{y}"{more}>{html.escape(text)}</text>'
