@@ -251,11 +251,13 @@ def truncate_head(logits: torch.Tensor, top_k: Sequence[int], top_p: Sequence[fl
     ids = logits.topk(size, dim=-1, sorted=False).indices.sort(dim=-1).values
     values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     kept = _truncate_sorted(values, logits.logsumexp(dim=-1, keepdim=True), top_k, top_p)
-    # If the last of the head, or one that equals it, is kept, then one outside might have to be kept too, or instead.
-    # And a top_k beyond the head restricts the mass that top_p is a fraction of in a way that the head does not show.
+    # Outside of the head there may be more tokens like its last one. So that one must not be among those that top_k
+    # keeps, which top_p takes its fraction of, nor among those that are kept in the end.
+    k, last = torch.tensor(top_k, device=logits.device), values[:, -1]
+    kth = values.gather(1, k.clamp(max=size)[:, None] - 1)[:, 0]
     least = kept.masked_fill(kept == -torch.inf, torch.inf).amin(dim=-1)
-    enough = [e and not size <= k < vocab_size for e, k in zip((least > values[:, -1]).tolist(), top_k)]
-    return kept, ids.gather(1, order), [size == vocab_size or e for e in enough]
+    enough = ((k == vocab_size) | (kth > last)) & (least > last) | (last == -torch.inf)
+    return kept, ids.gather(1, order), [size == vocab_size or e for e in enough.tolist()]
 
 
 def truncate(logits: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:

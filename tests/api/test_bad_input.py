@@ -104,7 +104,7 @@ PROMPTS = st.one_of(st.text("abc", max_size=4), st.lists(st.integers(-1, 100), m
                                                                   st.integers(0, 9), max_size=2)), max_size=2))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(PROMPTS, max_size=4), st.sampled_from([{}, {"logit_bias": {98: 1.0}}, {"stop_token_ids": [200]},
                                                        {"n": 2, "seed": 1}, {"max_tokens": None, "min_tokens": 60}]))
 def test_all_answers_or_a_clean_refusal(prompts: list[Any], params: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ def check_promises(output: RequestOutput, params: SamplingParams) -> None:
             assert all(params.logprobs <= len(entry) <= params.logprobs + 1 for entry in completion.logprobs)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.text("abc ", min_size=1, max_size=9), VALID, st.integers(1, 3)), min_size=1, max_size=4))
 def test_random_parameters_keep_their_promises(crowd: list[tuple[str, dict[str, Any], int]]) -> None:
     """Many requests of all kinds in one batch, in a pool that is too small for them; and each as if it were alone."""
