@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.core.support import assert_clean, make_params
-from tutorial_engine import LLM, RequestOutput
+from tutorial_engine import LLM, LLMEngine, RequestOutput
+from tutorial_engine.config import EngineArgs, EngineConfig
+from tutorial_engine.model_runner import ModelRunner
 from tutorial_engine.models.loader import ModelSource, resolve_model
+from tutorial_engine.sampling_params import RequestOutputKind
 
 NUM_TOKENS = 24
 STORY = (
@@ -68,11 +73,24 @@ def reference(source: ModelSource) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def outputs() -> list[RequestOutput]:
+def engine() -> Iterator[LLMEngine]:
     with LLM(max_model_len=256, num_gpu_blocks_override=150, dtype="float32") as llm:
-        outputs = llm.generate(PROMPTS, make_params(NUM_TOKENS), use_tqdm=False)
-        assert_clean(llm.llm_engine)
-    return outputs
+        yield llm.llm_engine
+
+
+def run(engine: LLMEngine, prompts: list[str], num_tokens: int) -> list[RequestOutput]:
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, make_params(num_tokens, output_kind=RequestOutputKind.FINAL_ONLY))
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs.update((int(output.request_id), output) for output in engine.step())
+    assert_clean(engine)
+    return [outputs[i] for i in range(len(prompts))]
+
+
+@pytest.fixture(scope="module")
+def outputs(engine: LLMEngine) -> list[RequestOutput]:
+    return run(engine, PROMPTS, NUM_TOKENS)
 
 
 @torch.inference_mode()
@@ -94,7 +112,7 @@ def test_a_mixed_batch_equals_transformers(outputs: list[RequestOutput], referen
     assert [o.prompt for o in outputs] == PROMPTS and len(PROMPTS) >= 20
     lengths = [len(o.prompt_token_ids) for o in outputs]
     assert min(lengths) <= 4 and max(lengths) >= 110
-    for output in outputs:
+    for output in outputs[:-1]:
         assert len(output.outputs[0].token_ids) == NUM_TOKENS and output.outputs[0].finish_reason == "length"
         assert_greedy(reference, output)
     assert "Paris" in outputs[0].outputs[0].text
@@ -102,13 +120,15 @@ def test_a_mixed_batch_equals_transformers(outputs: list[RequestOutput], referen
     assert outputs[-1].outputs[0].token_ids == outputs[-2].outputs[0].token_ids
 
 
-def test_the_same_from_a_small_pool_in_small_steps(outputs: list[RequestOutput]) -> None:
-    """Chunked prompts and preemption, against the run above."""
-    with LLM(max_model_len=160, num_gpu_blocks_override=12, max_num_batched_tokens=40, max_num_seqs=8, dtype="float32",
-             enable_prefix_caching=False, scheduler_reserve_full_isl=False) as small:
-        preemptions: list = []
-        small.llm_engine.listeners.append(lambda _, plan, tables, kept: preemptions.extend(plan.preempted))
-        for output, right in zip(small.generate(PROMPTS[-5:-1], make_params(8), use_tqdm=False), outputs[-5:-1]):
-            assert output.outputs[0].token_ids == right.outputs[0].token_ids[:8]
-        assert preemptions
-        assert_clean(small.llm_engine)
+def test_the_same_from_a_small_pool_in_small_steps(engine: LLMEngine, outputs: list[RequestOutput]) -> None:
+    """Chunked prompts and preemption, against the run above; another engine around the same weights."""
+    args = EngineArgs(max_model_len=128, num_gpu_blocks_override=9, max_num_batched_tokens=40, max_num_seqs=8,
+                      dtype="float32", enable_prefix_caching=False, scheduler_reserve_full_isl=False)
+    model = engine.model_runner.model
+    config = EngineConfig.resolve(args, model.config.max_position_embeddings, "cpu", None)
+    small = LLMEngine(config, ModelRunner(config, model), engine.tokenizer, model.config.vocab_size, {})
+    preemptions: list = []
+    small.listeners.append(lambda _, plan, tables, kept: preemptions.extend(plan.preempted))
+    for output, right in zip(run(small, PROMPTS[-5:-2], 8), outputs[-5:-2]):
+        assert output.outputs[0].token_ids == right.outputs[0].token_ids[:8]
+    assert preemptions

@@ -244,6 +244,14 @@ def test_prompt_logprobs_are_complete_however_often_they_are_asked_for(llama: Pa
             assert ours == pytest.approx(first, abs=1e-4)
 
 
+def test_what_the_model_recommends_may_come_from_another_folder(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_k": 3, "max_new_tokens": 5}')
+    with make_llm(llama, generation_config=str(tmp_path)) as llm:
+        assert llm.llm_engine.get_tokenizer().eos_token == "w1"
+        (output,) = llm.generate([SHARED], use_tqdm=False)
+        assert len(output.outputs[0].token_ids) <= 5 and llm.get_default_sampling_params().top_k == 3
+
+
 def test_close_gives_the_memory_back(llama: Path) -> None:
     llm = make_llm(llama)
     llm.generate([SHARED], make_params(2), use_tqdm=False)
