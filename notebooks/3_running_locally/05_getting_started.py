@@ -8,7 +8,7 @@
 # - show, in steps rather than seconds, why a list of prompts is faster than a loop;
 # - read a block table: who holds which piece of memory, and who shares it.
 #
-# **Needs** a CPU and 2 GB of free memory; no GPU, no account. 10 minutes to read, about half a minute to run. The
+# **Needs** a CPU and 2 GB of free memory; no GPU, no account. 10 minutes to read, less than a minute to run. The
 # very first run also fetches the model (93 MB).
 
 # %% tags=["parameters"]
@@ -111,8 +111,8 @@ engine = {
 observe(guess, **engine)
 
 # %% [markdown]
-# **Explain.** This is the engine's capacity card, and it is all one formula and three divisions. In the next table, the
-# column "yours" is worked out by hand:
+# **Explain.** This is the engine's capacity card. One formula and a little arithmetic give all of it. In the next
+# table, the column "yours" is worked out by hand:
 
 # %%
 def kv_bytes_per_token(layers, kv_heads, head_dim, bytes_per_number):
@@ -211,9 +211,10 @@ print("list:", together)
 print("same text:", [o.outputs[0].text for o in one_by_one] == [o.outputs[0].text for o in all_at_once])
 
 # %% [markdown]
-# **Explain.** Both pushed the same number of tokens through the model, and both wrote the same text. But the
-# loop's bus drove 80 times with one passenger, the list's 10 times with eight. What is that worth in seconds? The
-# next cell's numbers belong to the machine that ran it.
+# **Explain.** Both wrote the same text, and both pushed the same 160 tokens through the model: eight times 11 prompt
+# tokens and 9 written ones (the tenth is the last, so nobody reads it). But the loop's bus drove 80 times with one
+# passenger, and the list's 10 times with eight. What is that worth in seconds? The next cell's numbers belong to the
+# machine that ran it.
 
 # %% tags=["timing", "nbval-ignore-output"]
 loop_s, list_s = loop.records[-1].time, together.records[-1].time
@@ -273,8 +274,8 @@ block_table(trace, step=2)
 
 # %% [markdown]
 # **How to read it.** On the left is the pool. Each box is a physical block, and the big number is its name. On
-# the right are the block tables: request 0's tokens 0–15 are in physical block 1, tokens 16–31 in block 2, and so
-# on.
+# the right are the block tables. Request 0's first 16 tokens (`0 →`, its *logical* block 0) are in physical block
+# 1, the next 16 (`1 →`) in block 2, and so on.
 #
 # - Blocks 1 and 2 have two colours, because both tables name them: 32 of the 35 common tokens are stored once.
 #   The other three lie in a block that does not stay the same up to its end, so each request has its own.
@@ -387,9 +388,10 @@ with expect_error(VLLMValidationError):
 #   outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, stop="."))
 # ```
 #
-# What changes is the scale. A usual model there has 8 billion weights of 2 bytes (bfloat16), which makes 16 GB. And by
-# default, weights and cache together get 92 % of the GPU's memory (`gpu_memory_utilization`). The arithmetic
-# of the card stays. So you can find out whether a model fits before you rent a GPU.
+# (`Trace` and the pictures are this engine's own.) What changes is the scale. A usual model there has 8 billion weights
+# of 2 bytes (bfloat16), which makes 16 GB. And by default, weights and cache together get 92 % of the GPU's memory
+# (`gpu_memory_utilization`). The arithmetic of the card stays. So you can find out whether a model fits before you rent
+# a GPU.
 #
 # ### Exercise: does it fit? (5 minutes)
 #
@@ -437,7 +439,7 @@ observe(yours, **dict(zip(yours, [True, False, False])))
 #
 # Mechanics:
 #
-# 3. 100 prompts, 50 tokens each, in one list, with a seat and memory for all: how many steps? How many in a loop?
+# 3. 100 short prompts, 50 tokens each, in one list, with a seat and memory for all: how many steps? How many in a loop?
 # 4. Two prompts have their first 31 tokens in common, and a block holds 16. How many blocks do they share?
 # 5. You double `max_model_len` and leave the cache as it is. What happens to the number of blocks, and to the maximum
 #    concurrency?
