@@ -65,9 +65,9 @@ class LLM:
         Raises:
             TypeError, VLLMValidationError: a bad prompt or parameter. Nothing of this call is left in the engine.
         """
-        self.enqueue(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority,
-                     tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
-        return self.wait_for_completion(use_tqdm=use_tqdm)
+        added = self.enqueue(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority,
+                             tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
+        return self._run(added, use_tqdm)
 
     def chat(self, messages: Sequence[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
              use_tqdm: bool | Callable[..., tqdm] = True, lora_request: Any = None,
@@ -101,9 +101,9 @@ class LLM:
                 conversation, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message, tools=tools, chat_template_kwargs=chat_template_kwargs))
         # The template writes the special tokens itself; adding them again would double the BOS.
-        self.enqueue(prompts, sampling_params, use_tqdm=False, lora_request=lora_request, priority=priority,
-                     tokenization_kwargs={"add_special_tokens": False})
-        return self.wait_for_completion(use_tqdm=use_tqdm)
+        added = self.enqueue(prompts, sampling_params, use_tqdm=False, lora_request=lora_request, priority=priority,
+                             tokenization_kwargs={"add_special_tokens": False})
+        return self._run(added, use_tqdm)
 
     def enqueue(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                 use_tqdm: bool | Callable[..., tqdm] = True, lora_request: Any = None,
@@ -139,29 +139,34 @@ class LLM:
         if output_type not in (None, RequestOutput):
             raise VLLMValidationError("output_type must be RequestOutput: this engine only generates.",
                                       parameter="output_type", value=output_type)
+        return self._run(list(self._enqueued), use_tqdm)
+
+    def _run(self, request_ids: list[str], use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
+        """Step until these requests are finished. One that is aborted in between has no output."""
         engine, outputs = self.llm_engine, self._enqueued
+        pending = {i for i in request_ids if outputs[i] is None}
         began, num_input, num_output = time.perf_counter(), 0, 0
         try:
-            with self._bar(use_tqdm, None, "Processed prompts", total=len(outputs)) as bar:
-                # A request that someone aborts in between never comes; the others do.
-                while None in outputs.values() and engine.has_unfinished_requests():
+            with self._bar(use_tqdm, None, "Processed prompts", total=len(pending)) as bar:
+                while pending and engine.has_unfinished_requests():
                     for output in engine.step():
-                        if output.request_id not in outputs:
-                            continue  # added by hand through llm_engine
-                        outputs[output.request_id] = output
+                        if output.request_id in outputs:  # else it was added by hand through llm_engine
+                            outputs[output.request_id] = output
+                        if output.request_id not in pending:
+                            continue
+                        pending.remove(output.request_id)
                         num_input += len(output.prompt_token_ids) * len(output.outputs)
                         num_output += sum(len(c.token_ids) for c in output.outputs)
                         seconds = time.perf_counter() - began
                         bar.set_postfix_str(f"est. speed input: {num_input / seconds:.2f} toks/s, "
                                             f"output: {num_output / seconds:.2f} toks/s", refresh=False)
                         bar.update(1)
-        except BaseException:
-            # An error or an interrupt: leave the engine as it was before.
-            engine.abort_request([i for i, output in outputs.items() if output is None])
-            raise
+            return [output for i in request_ids if (output := outputs[i]) is not None]
         finally:
-            self._enqueued = {}
-        return sorted((output for output in outputs.values() if output), key=lambda output: int(output.request_id))
+            # After an error or an interrupt something is pending: leave the engine as it was before.
+            engine.abort_request(pending)
+            for request_id in request_ids:
+                del outputs[request_id]
 
     @staticmethod
     def _bar(use_tqdm: bool | Callable[..., tqdm], iterable: Any, desc: str, **kwargs: Any) -> tqdm:

@@ -184,6 +184,17 @@ def test_two_halves(echo_llm: LLM) -> None:
         echo_llm.wait_for_completion(str, use_tqdm=False)
 
 
+def test_a_batch_returns_its_own_prompts_only(echo_llm: LLM) -> None:
+    """What was queued before is computed along, and waits to be asked for."""
+    echo_llm.enqueue(["a", "b"], [greedy(1), greedy(9)], use_tqdm=False)
+    assert texts(echo_llm.generate(["cd"], greedy(2), use_tqdm=False)) == ["cd"]
+    with pytest.raises(VLLMValidationError):
+        echo_llm.generate(["e", ""], use_tqdm=False)
+    assert echo_llm.llm_engine.get_num_unfinished_requests() == 1  # "b" is still on its way
+    assert texts(echo_llm.wait_for_completion(use_tqdm=False)) == ["a", "b" * 9]
+    assert echo_llm.wait_for_completion(use_tqdm=False) == []
+
+
 def test_requests_added_by_hand_go_along(echo_llm: LLM) -> None:
     """They are computed, and are not among the answers of generate()."""
     echo_llm.llm_engine.add_request("mine", "xyz", greedy(2))
