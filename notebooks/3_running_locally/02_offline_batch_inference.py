@@ -50,8 +50,8 @@ load_seconds = time.perf_counter() - began
 llm
 
 # %% [markdown]
-# Then you ask. `temperature=0` means: always take the most likely token, so that you and this page get the same
-# answers.
+# Then you ask. `temperature=0` (*greedy*) means: always take the most likely token, so that you and this page get the
+# same answers.
 
 # %%
 questions = ["What is the capital of France?", "Name the largest planet in our solar system."]
@@ -72,7 +72,7 @@ for output in outputs:
 #
 # Think of a **bus**. The engine is the bus, a prompt is a passenger, and one *step* of the engine is a drive to the
 # next stop. On each drive every passenger gets one token further. One drive with thirty aboard costs far less than
-# thirty drives with one, because the dear part is moving the bus itself: reading all weights of the model, once in
+# thirty drives with one, because the expensive part is moving the bus itself: reading all weights of the model, once in
 # every step.
 #
 # | on the bus | in the engine |
@@ -109,19 +109,9 @@ _ = ax.set(xlim=(-1.3, 13.5), ylim=(-0.5, 2.5)), ax.axis("off")
 # %% [markdown]
 # ## Under the hood
 #
-# `generate` is two halves: put everything into the waiting queue, then run until everything is finished. This is its
-# real body, from [llm.py](../../tutorial_engine/llm.py):
-
-# %%
-def body(function):
-    """The source of a function, without its signature and docstring."""
-    return inspect.getsource(function).split('"""')[-1].strip("\n")
-
-
-print(body(LLM.generate))
-
-# %% [markdown]
-# The halves can be called one by one, so you can look at the engine in between. First only queue three prompts:
+# `generate` is two halves, in [llm.py](../../tutorial_engine/llm.py) as in vLLM: `enqueue` puts everything into the
+# waiting queue, `wait_for_completion` runs until everything is finished. Called one by one, they let you look at the
+# engine in between. First only queue three prompts:
 
 # %%
 ids = llm.enqueue(["The capital of France is", "1, 2, 3, 4, 5,", "Once upon a time"],
@@ -151,7 +141,7 @@ for output in llm.wait_for_completion():
 
 # %%
 work = ("schedule()", "execute_model(", "update_from_output(", "output_processor.process(")
-for line in body(type(llm.llm_engine).step).splitlines():
+for line in inspect.getsource(type(llm.llm_engine).step).splitlines():
     if any(call in line for call in work):
         print(line.strip())
 
@@ -255,7 +245,8 @@ for output in llm.generate(["1, 2, 3, 4, 5,", "The days of the week are Monday, 
     print(repr(output.prompt), "->", repr(output.outputs[0].text))
 
 # %% [markdown]
-# Perplexity needs no output at all, only the probability of each prompt token. `prompt_logprobs=0` asks for them.
+# Perplexity needs no output at all, only how probable each prompt token was. `prompt_logprobs=0` asks for the
+# logarithms of these probabilities.
 
 # %%
 import math
@@ -270,8 +261,15 @@ for output in llm.generate(sentences, SamplingParams(temperature=0, max_tokens=1
 # Lower means "less surprised". The true sentence wins, the scrambled one is far out. With a chat template around it you
 # would have measured the template as well.
 #
-# **Now change one thing:** pass `add_generation_prompt=False` to `llm.chat` for the question about France. What does
-# the model write when nobody opens its turn?
+# **Now change one thing:** pass `add_generation_prompt=False` to `llm.chat` for the question about France. Predict
+# first: what does the model write when nobody has opened its turn?
+#
+# <details><summary>What happens</summary>
+#
+# It opens the turn itself: it writes `<|im_start|>assistant` and then the answer. The marker is left out of `.text`, so
+# the text begins with a stray word, `assistant`. The template only saves the model those tokens; leaving it out spoils
+# the text.
+# </details>
 
 # %% [markdown]
 # ### 2. What comes back: two lists, one inside the other
@@ -410,9 +408,9 @@ returned = [prompts.index(output.prompt) for output in outputs]
 observe(guess, returned=returned, finished=finished)
 
 # %% [markdown]
-# The short ones get off first. `generate` keeps everybody until the last one is done, then sorts by ticket number. So
-# `zip(prompts, outputs)` is always right. `ignore_eos=True` makes an output exactly as long as you ask, which is what
-# you want in a measurement and never in real work.
+# The short ones get off first. `generate` keeps everybody until the last one is done, then hands them over in the order
+# of their tickets. So `zip(prompts, outputs)` is always right. `ignore_eos=True` makes an output exactly as long as you
+# ask, which is what you want in a measurement and never in real work.
 #
 # The number of settings must match the number of prompts. The engine does not guess:
 
@@ -601,8 +599,8 @@ hf = None  # half a gigabyte; we are done with it
 #
 # Model makers may ship a file `generation_config.json` with the settings they recommend. `LLM` reads it by default
 # (`generation_config="auto"`). So `llm.generate(prompt)` **without** `SamplingParams` can mean different things for two
-# models, and for two revisions of one model. `generation_config="vllm"` ignores the file. A folder name reads it from
-# there.
+# models, and for two revisions (commits of its repository) of one model. `generation_config="vllm"` ignores the file. A
+# folder name reads it from there.
 #
 # The course's model ships no such file, so we write one into a folder and give that folder to a second `LLM`.
 # Temperature and top_p are those of the example on the model's own page; the length is ours. One process, one `LLM`:
@@ -652,9 +650,9 @@ observe(guess, neutral=different(unguided), no_params=different(llm.generate(fiv
 
 # %% [markdown]
 # The third number is the trap. An explicit `SamplingParams` object is **complete**: fields that you leave out take
-# *SamplingParams'* defaults (temperature 1.0), not the file's. The file is not consulted at all, and nothing warns you.
-# This is vLLM's behaviour too. To keep the recommendation and change one field, start from
-# `llm.get_default_sampling_params()`, as in the fourth way.
+# *SamplingParams'* defaults (temperature 1.0), not the file's. Nothing warns you. This is vLLM's behaviour too. (The
+# one thing still taken from the file: further end-of-sequence tokens, which it may list.) To keep the recommendation
+# and change one field, start from `llm.get_default_sampling_params()`, as in the fourth way.
 #
 # (vLLM's *server* is different: there the fields that a client leaves out **are** filled from the file. That is one way
 # in which a model can look good through a server and poor offline.)
@@ -684,17 +682,10 @@ observe(guess, neutral=different(unguided), no_params=different(llm.generate(fiv
 #
 # What does "luggage space" mean in practice? Build an engine with a tiny pool of 13 blocks of 16 tokens. One of them,
 # the null block, is reserved, so 12 are usable. Six prompts of 16 tokens each want 24 more: 16 + 24 − 1 = 39 tokens to
-# keep, which is 3 blocks each. Six times three is 18. **They do not fit.** What happens?
-#
-# If the pool is full and somebody needs a block, the last one aboard is put off: its blocks are freed, and later it
-# starts again from its first token (this is called *preemption by recompute*). Predict how many requests that hits, and
-# how many steps all take together. (With enough room: 24 steps, and 6 × 39 = 234 tokens computed.)
-
-# %% tags=["predict"]
-guess = predict(put_off=None, steps=None, tokens_computed_again=None)
+# keep, which is 3 blocks each. Six times three is 18. **They do not fit.**
 
 # %%
-def run(llm):
+def six_letters(llm):
     names = ("Anna", "Ben", "Clara", "David", "Emma", "Frank")
     letter = "Dear {}, thank you for your letter. It was a great pleasure to read that you"
     prompts = [tokenizer.encode(letter.format(name))[:16] for name in names]
@@ -702,11 +693,18 @@ def run(llm):
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
     return trace, [output.outputs[0].token_ids for output in outputs]
 
+# %% [markdown]
+# If the pool is full and somebody needs a block, the last one aboard is put off: its blocks are freed, and later it
+# starts again from its first token (this is called *preemption by recompute*). Predict how many requests that hits, and
+# how many steps all take together. (With enough room: 24 steps, and 6 × 39 = 234 tokens computed.)
+
+# %% tags=["predict"]
+guess = predict(put_off=None, steps=None, tokens_computed_again=None)
 
 # %% tags=["experiment"]
 llm.close()
 llm = LLM(dtype="float32", num_gpu_blocks_override=13, max_model_len=128)
-crowded, crowded_tokens = run(llm)
+crowded, crowded_tokens = six_letters(llm)
 work = sum(n for record in crowded for _, n in record.scheduled.values())
 observe(guess, put_off=sum(len(record.preempted) for record in crowded), steps=len(crowded),
         tokens_computed_again=work - 6 * 39)
@@ -724,7 +722,7 @@ guess = predict(put_off=None, steps=None, same_tokens=None)
 # %% tags=["experiment"]
 llm.close()
 llm = LLM(dtype="float32", num_gpu_blocks_override=13, max_model_len=128, max_num_seqs=4)
-seated, seated_tokens = run(llm)
+seated, seated_tokens = six_letters(llm)
 observe(guess, put_off=sum(len(record.preempted) for record in seated), steps=len(seated),
         same_tokens=seated_tokens == crowded_tokens)
 
@@ -744,7 +742,14 @@ fig.tight_layout()
 # Whatever you turn here, the tokens stay the same. These knobs decide how the work is cut into steps, never what comes
 # out (in float32; in half precision, sums taken in another order can tip a close decision).
 #
-# **Now change one thing:** predict, then try a pool of 10 blocks, and one of 19. At which size is nobody put off?
+# **Now change one thing:** predict, then try pools of 10, 16, 18 and 19 blocks.
+#
+# <details><summary>What happens, and one surprise</summary>
+#
+# With 10 blocks three are put off; with 16, one; with 19 (18 usable) everybody fits, and all is done in 24 steps. The
+# surprise is 18: one is put off, and yet *no* token is computed twice. Its freed blocks were not needed by anybody at
+# once, so the prefix cache still had them when it came back.
+# </details>
 
 # %% [markdown]
 # ## Where it bites you
@@ -891,7 +896,7 @@ folder.cleanup()
 # * **Audit** finish reasons, empty texts and prompt lengths at the end of every job, before anybody reads the results.
 # * **Offline for capacity, online for latency.** If rows are known in advance and only the total time counts, use
 #   `LLM`. If a person waits for each answer, or several programs share the model, run a server: it streams, cancels,
-#   times out and can be monitored. An `LLM` inside a script has no endpoint to look at.
+#   times requests out, and can be monitored. An `LLM` inside a script has no endpoint to look at.
 # * **Ten times the rows?** Start more jobs, each with its own part of the rows and its own GPU. If the GPU is shared
 #   with a server, run at night or give the job its own card: a full batch is a bad neighbour.
 
@@ -951,7 +956,8 @@ folder.cleanup()
 #
 # <details><summary>8. Requests finish out of order. Why is <code>zip(prompts, outputs)</code> still right?</summary>
 #
-# `generate` waits for all and sorts by request number before it returns. For the same reason it cannot stream.
+# `generate` waits for all, and returns them in the order in which they were queued. For the same reason it cannot
+# stream.
 # </details>
 #
 # **Trade-off**
