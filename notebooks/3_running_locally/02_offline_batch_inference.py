@@ -13,7 +13,7 @@
 
 # %% tags=["parameters"]
 NUM_PROMPTS = 32  # prompts in "One call or a loop"
-LONGEST_OUTPUT = 7  # they ask for 1, 2, ... 7, 1, 2, ... tokens
+LONGEST_OUTPUT = 5  # they ask for 1, 2, 3, 4, 5, 1, 2, ... tokens
 
 # %%
 import html
@@ -445,7 +445,7 @@ llm.generate("The capital of France is", one_token)[0].outputs[0].text
 # %% [markdown]
 # ### 5. One call or a loop
 #
-# Now the expensive mistake. 32 prompts want between 1 and 7 tokens each, 122 in total. Once in a loop, one `generate`
+# Now the expensive mistake. 32 prompts want between 1 and 5 tokens each, 93 in total. Once in a loop, one `generate`
 # per prompt. Once as a list, one `generate` for all. How many engine steps does each need? (Think of the bus.)
 
 # %% tags=["predict"]
@@ -539,7 +539,7 @@ texts = ["Once upon a time", "The capital of France is", "import numpy as np\nim
          "A triangle has three sides, a square has four sides, and a pentagon has",
          "Paris is the capital of France, Rome is the capital of Italy, Madrid is the capital of Spain, and Berlin is"]
 prompts = [tokenizer.encode(text) for text in texts]
-lengths = [16, 3, 4, 10, 6, 8, 5, 2]
+lengths = [12, 3, 4, 8, 6, 7, 5, 2]
 print("prompt lengths:", [len(p) for p in prompts], " output lengths:", lengths)
 
 # %% [markdown]
@@ -757,7 +757,7 @@ fig.tight_layout()
 # Five beliefs that cost people days.
 #
 # **1. "I call `generate` for every row, and the engine batches it."** A loop is a batch of one. Only what is in the
-# queue *together* shares a step. Section 5: 122 steps against 7.
+# queue *together* shares a step. Section 5: 93 steps against 5.
 #
 # **2. "The model stops in the middle of a sentence, it is bad."** It is your 16-token default. Section 3: audit
 # `finish_reason`.
