@@ -34,9 +34,10 @@ def test_fields_of_the_records() -> None:
             completion.lora_request) == (None,) * 5
     for name in ("routed_experts", "sampling_mask", "spec_decode_metrics", "weight_versions"):
         assert getattr(completion, name) is None and name not in repr(completion)
-    for name in ("metrics", "lora_request", "num_cached_tokens", "encoder_prompt", "encoder_prompt_token_ids",
-                 "num_cache_creation_tokens", "prompt_token_id_logprobs", "kv_transfer_params", "ec_transfer_params"):
-        assert getattr(output, name) is None
+    assert output.metrics is output.lora_request is output.num_cached_tokens is None
+    for name in ("encoder_prompt", "encoder_prompt_token_ids", "num_cache_creation_tokens", "prompt_token_id_logprobs",
+                 "kv_transfer_params", "ec_transfer_params"):
+        assert getattr(output, name) is None and name not in repr(output)
     assert not completion.finished() and dataclasses.replace(completion, finish_reason="stop").finished()
     assert Logprob(-0.5) == Logprob(logprob=-0.5, rank=None, decoded_token=None)
 
