@@ -13,7 +13,7 @@
 
 # %% tags=["parameters"]
 NUM_PROMPTS = 32  # prompts in "One call or a loop"
-LONGEST_OUTPUT = 5  # they ask for 1, 2, 3, 4, 5, 1, 2, ... tokens
+LONGEST_OUTPUT = 4  # they ask for 1, 2, 3, 4, 1, 2, ... tokens
 
 # %%
 import html
@@ -357,31 +357,31 @@ observe(guess, first_time=[output.num_cached_tokens for output in first_time],
 # | `"abort"`, `"error"` | somebody cancelled it, or the step failed |
 #
 # Five questions go into one call. How many answers are cut at 16 tokens? The cut ones are asked again, with room for
-# 40. How many are still cut?
+# 24. How many are still cut?
 
 # %% tags=["predict"]
-guess = predict(cut_at_16=None, cut_at_40=None)
+guess = predict(cut_at_16=None, cut_at_24=None)
 
 # %% tags=["experiment"]
 questions = ["What is the capital of France?", "Name three fruits.", "How many days are in a week?",
-             "Write a haiku about the sea.", "Who painted the Mona Lisa?"]
+             "Translate 'good morning' to French.", "Who painted the Mona Lisa?"]
 outputs = llm.chat([as_chat(q) for q in questions], SamplingParams(temperature=0))
 audit = Counter(output.outputs[0].finish_reason for output in outputs)
 cut = [q for q, output in zip(questions, outputs) if output.outputs[0].finish_reason == "length"]
-again = llm.chat([as_chat(q) for q in cut], SamplingParams(temperature=0, max_tokens=40))
+again = llm.chat([as_chat(q) for q in cut], SamplingParams(temperature=0, max_tokens=24))
 audit_again = Counter(output.outputs[0].finish_reason for output in again)
-observe(guess, cut_at_16=audit["length"], cut_at_40=audit_again["length"])
+observe(guess, cut_at_16=audit["length"], cut_at_24=audit_again["length"])
 
 # %%
 for question, output in zip(cut, again):
     print(f"{question}  [{output.outputs[0].finish_reason}]")
     print(f"   at 16 tokens: ...{outputs[questions.index(question)].outputs[0].text[-30:]!r}")
-    print(f"   at 40 tokens: ...{output.outputs[0].text[-30:]!r}")
+    print(f"   at 24 tokens: ...{output.outputs[0].text[-30:]!r}")
 
 # %% [markdown]
 # This little audit is the cheapest quality check there is: **count the finish reasons of every batch, and run the cut
-# ones again with more room**. An answer that says `length` is not a bad answer of the model. It is half an answer.
-# (About the painting it is also wrong. See above.)
+# ones again with more room**. An answer that says `length` is not a bad answer of the model. It is half an answer. (And
+# a complete one is not a correct one: that French is nonsense. See above.)
 #
 # **Now change one thing:** set `max_tokens=None`. It means "up to the context limit", 8,192 tokens here. Do it for one
 # question only, and be ready to press the stop button: small models like to repeat themselves for ever.
@@ -445,7 +445,7 @@ llm.generate("The capital of France is", one_token)[0].outputs[0].text
 # %% [markdown]
 # ### 5. One call or a loop
 #
-# Now the expensive mistake. 32 prompts want between 1 and 5 tokens each, 93 in total. Once in a loop, one `generate`
+# Now the expensive mistake. 32 prompts want between 1 and 4 tokens each, 80 in total. Once in a loop, one `generate`
 # per prompt. Once as a list, one `generate` for all. How many engine steps does each need? (Think of the bus.)
 
 # %% tags=["predict"]
@@ -539,7 +539,7 @@ texts = ["Once upon a time", "The capital of France is", "import numpy as np\nim
          "A triangle has three sides, a square has four sides, and a pentagon has",
          "Paris is the capital of France, Rome is the capital of Italy, Madrid is the capital of Spain, and Berlin is"]
 prompts = [tokenizer.encode(text) for text in texts]
-lengths = [12, 3, 4, 8, 6, 7, 5, 2]
+lengths = [10, 3, 4, 6, 2, 5, 3, 2]
 print("prompt lengths:", [len(p) for p in prompts], " output lengths:", lengths)
 
 # %% [markdown]
@@ -615,7 +615,7 @@ with expect_error(Exception):
 
 # %%
 folder = tempfile.TemporaryDirectory()
-recommended = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "max_new_tokens": 12}
+recommended = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "max_new_tokens": 8}
 Path(folder.name, "generation_config.json").write_text(json.dumps(recommended))
 
 llm = LLM(dtype="float32", kv_cache_memory_bytes=2**30, generation_config=folder.name)
@@ -630,7 +630,7 @@ for field in ("temperature", "top_p", "max_tokens"):
 #
 # * `neutral`: no `SamplingParams`, and an engine that ignores files (the run above, before closing)
 # * `no_params`: no `SamplingParams`, and the engine that has the file
-# * `only_max_tokens`: the same engine with `SamplingParams(max_tokens=12)`, because you only want to set the length
+# * `only_max_tokens`: the same engine with `SamplingParams(max_tokens=8)`, because you only want to set the length
 # * `defaults_changed`: the same engine, its defaults *fetched and changed*
 
 # %% tags=["predict"]
@@ -643,9 +643,9 @@ def different(outputs):
 
 five = ["Once upon a time"] * 5
 changed = llm.get_default_sampling_params()
-changed.max_tokens = 10
+changed.max_tokens = 6
 observe(guess, neutral=different(unguided), no_params=different(llm.generate(five)),
-        only_max_tokens=different(llm.generate(five, SamplingParams(max_tokens=12))),
+        only_max_tokens=different(llm.generate(five, SamplingParams(max_tokens=8))),
         defaults_changed=different(llm.generate(five, changed)))
 
 # %% [markdown]
@@ -680,38 +680,39 @@ observe(guess, neutral=different(unguided), no_params=different(llm.generate(fiv
 # | `gpu_memory_utilization` | 0.92 of the memory | how many blocks there are | up for larger batches |
 # | `kv_cache_memory_bytes` | derived (CPU: at most 2 GiB) | the same, in bytes | to fix the size, as this page does |
 #
-# What does "luggage space" mean in practice? Build an engine with a tiny pool of 13 blocks of 16 tokens. One of them,
-# the null block, is reserved, so 12 are usable. Six prompts of 16 tokens each want 24 more: 16 + 24 − 1 = 39 tokens to
-# keep, which is 3 blocks each. Six times three is 18. **They do not fit.**
+# What does "luggage space" mean in practice? Build an engine with a tiny pool: 13 blocks, and to keep the numbers
+# small, of 8 tokens each. One of them, the null block, is reserved, so 12 are usable. Six prompts of 8 tokens want 12
+# more: 8 + 12 − 1 = 19 tokens to keep, which is 3 blocks each. Six times three is 18. **They do not fit.**
 
 # %%
 def six_letters(llm):
     names = ("Anna", "Ben", "Clara", "David", "Emma", "Frank")
-    letter = "Dear {}, thank you for your letter. It was a great pleasure to read that you"
-    prompts = [tokenizer.encode(letter.format(name))[:16] for name in names]
+    letter = "Dear {}, thank you for your letter. It was"
+    prompts = [tokenizer.encode(letter.format(name))[:8] for name in names]
     with Trace(llm) as trace:
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
     return trace, [output.outputs[0].token_ids for output in outputs]
 
 # %% [markdown]
-# If the pool is full and somebody needs a block, the last one aboard is put off: its blocks are freed, and later it
-# starts again from its first token (this is called *preemption by recompute*). Predict how many requests that hits, and
-# how many steps all take together. (With enough room: 24 steps, and 6 × 39 = 234 tokens computed.)
+# If the pool is full and somebody needs a block, the last one aboard is put off: its blocks are freed. It keeps the
+# tokens that it has written, but all its luggage must be packed again later (this is called *preemption by recompute*).
+# Predict how many requests that hits, and how many steps all take together. (With enough room: 12 steps, and 6 × 19 =
+# 114 tokens computed.)
 
 # %% tags=["predict"]
 guess = predict(put_off=None, steps=None, tokens_computed_again=None)
 
 # %% tags=["experiment"]
 llm.close()
-llm = LLM(dtype="float32", num_gpu_blocks_override=13, max_model_len=128)
+llm = LLM(dtype="float32", num_gpu_blocks_override=13, block_size=8, max_model_len=64)
 crowded, crowded_tokens = six_letters(llm)
 work = sum(n for record in crowded for _, n in record.scheduled.values())
 observe(guess, put_off=sum(len(record.preempted) for record in crowded), steps=len(crowded),
-        tokens_computed_again=work - 6 * 39)
+        tokens_computed_again=work - 6 * 19)
 
 # %% [markdown]
 # Two are put off when everybody needs a third block at once. Four can finish, then the two come back and compute their
-# 32 tokens again, all in one step. Nobody got an error: preemption is silent, and only the count tells.
+# 16 tokens each again, all in one step. Nobody got an error: preemption is silent, and only the count tells.
 #
 # The advice you will hear is: lower `max_num_seqs` until nobody is put off. Four seats, 4 × 3 = 12 blocks: they fit. Is
 # it faster, and are the answers the same?
@@ -721,7 +722,7 @@ guess = predict(put_off=None, steps=None, same_tokens=None)
 
 # %% tags=["experiment"]
 llm.close()
-llm = LLM(dtype="float32", num_gpu_blocks_override=13, max_model_len=128, max_num_seqs=4)
+llm = LLM(dtype="float32", num_gpu_blocks_override=13, block_size=8, max_model_len=64, max_num_seqs=4)
 seated, seated_tokens = six_letters(llm)
 observe(guess, put_off=sum(len(record.preempted) for record in seated), steps=len(seated),
         same_tokens=seated_tokens == crowded_tokens)
@@ -734,8 +735,8 @@ for ax, trace, name in zip(axes, (crowded, seated), ("256 seats: two are put off
 fig.tight_layout()
 
 # %% [markdown]
-# No preemption, and yet *more* steps: 48 instead of 31. On the left the last two ride along for 17 steps, wait for 7,
-# and repeat their beginning in one step. On the right they wait for 24. A few preemptions are a price, not a fault.
+# No preemption, and yet *more* steps: 24 instead of 15. On the left the last two ride along for 9 steps, wait for 3,
+# and repeat their beginning in one step. On the right they wait for 12. A few preemptions are a price, not a fault.
 # When they become many, and thousands of tokens are computed twice, the advice is right. **So count both**: steps *and*
 # tokens computed again.
 #
@@ -746,7 +747,7 @@ fig.tight_layout()
 #
 # <details><summary>What happens, and one surprise</summary>
 #
-# With 10 blocks three are put off; with 16, one; with 19 (18 usable) everybody fits, and all is done in 24 steps. The
+# With 10 blocks three are put off; with 16, one; with 19 (18 usable) everybody fits, and all is done in 12 steps. The
 # surprise is 18: one is put off, and yet *no* token is computed twice. Its freed blocks were not needed by anybody at
 # once, so the prefix cache still had them when it came back.
 # </details>
@@ -757,7 +758,7 @@ fig.tight_layout()
 # Five beliefs that cost people days.
 #
 # **1. "I call `generate` for every row, and the engine batches it."** A loop is a batch of one. Only what is in the
-# queue *together* shares a step. Section 5: 93 steps against 5.
+# queue *together* shares a step. Section 5: 80 steps against 4.
 #
 # **2. "The model stops in the middle of a sentence, it is bad."** It is your 16-token default. Section 3: audit
 # `finish_reason`.
@@ -843,7 +844,7 @@ def run_job(rows, path, params, portion):
     return len(todo)
 
 # %% [markdown]
-# Eight rows, in portions of four. Row 5 is far too long for this engine (its context is 128 tokens). Predict how many
+# Eight rows, in portions of four. Row 5 is far too long for this engine (its context is 64 tokens). Predict how many
 # rows are in the file after the crash, and how many a second run has to compute once the row is shortened.
 
 # %% tags=["predict"]
