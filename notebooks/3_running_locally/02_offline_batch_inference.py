@@ -8,7 +8,7 @@
 # - say whose sampling settings a call uses, and pin them
 # - predict, in engine steps, what a loop, a list and a small memory pool cost
 #
-# Needs: a CPU and 4 GB of free memory, no GPU. About 40 minutes to read; all cells together run in about one minute.
+# Needs: a CPU and 4 GB of free memory, no GPU. About 40 minutes to read; all cells together run in one to two minutes.
 # You should know what a token is. Everything else is explained where it comes up.
 
 # %% tags=["parameters"]
@@ -738,7 +738,8 @@ fig.tight_layout()
 # No preemption, and yet *more* steps: 24 instead of 15. On the left the last two ride along for 9 steps, wait for 3,
 # and repeat their beginning in one step. On the right they wait for 12. A few preemptions are a price, not a fault.
 # When they become many, and thousands of tokens are computed twice, the advice is right. **So count both**: steps *and*
-# tokens computed again.
+# tokens computed again. (In vLLM, build the engine with `disable_log_stats=False`; the counters of `llm.get_metrics()`
+# then include the preemptions.)
 #
 # Whatever you turn here, the tokens stay the same. These knobs decide how the work is cut into steps, never what comes
 # out (in float32; in half precision, sums taken in another order can tip a close decision).
@@ -897,7 +898,7 @@ folder.cleanup()
 # * **Audit** finish reasons, empty texts and prompt lengths at the end of every job, before anybody reads the results.
 # * **Offline for capacity, online for latency.** If rows are known in advance and only the total time counts, use
 #   `LLM`. If a person waits for each answer, or several programs share the model, run a server: it streams, cancels,
-#   times requests out, and can be monitored. An `LLM` inside a script has no endpoint to look at.
+#   times requests out, and can be monitored. An `LLM` inside a script has no endpoint that anybody could look at.
 # * **Ten times the rows?** Start more jobs, each with its own part of the rows and its own GPU. If the GPU is shared
 #   with a server, run at night or give the job its own card: a full batch is a bad neighbour.
 
@@ -927,7 +928,7 @@ folder.cleanup()
 #
 # <details><summary>4. How do you tell a cut answer from a short one?</summary>
 #
-# By `finish_reason`: `length` is cut, `stop` is complete.
+# By `finish_reason`: `length` is cut; `stop` ended by itself, or at one of your stop strings.
 # </details>
 #
 # **Mechanics**
@@ -965,9 +966,10 @@ folder.cleanup()
 #
 # <details><summary>9. When is an offline benchmark misleading?</summary>
 #
-# When you want to know about users. Offline there are no arrivals, no queueing, no streaming, no HTTP, and the batch is
-# as full as it can be: throughput looks its best, and the time to the first token under load is not measured at all. It
-# also misleads without warm-up, with a warm prefix cache, or when one side stops early.
+# When you want to know about users. Offline nobody arrives later than the others: all wait in the queue from the start,
+# so the batch is as full as it can be. There is no HTTP and no streaming either: throughput looks its best, and the
+# time to the first token under load is not measured at all. It also misleads without warm-up, with a warm prefix cache,
+# or when one side stops early.
 # </details>
 #
 # <details><summary>10. Should an offline job use the neutral defaults
@@ -1024,12 +1026,13 @@ folder.cleanup()
 # models](https://docs.vllm.ai/en/stable/models/generative_models/) (`generate`, `chat`), [Offline
 # inference](https://docs.vllm.ai/en/stable/serving/offline_inference/), [Architecture
 # overview](https://docs.vllm.ai/en/latest/design/arch_overview/) (two entry points, processes), [Optimization and
-# tuning](https://docs.vllm.ai/en/stable/configuration/optimization/) (preemption, and the advice on `max_num_seqs`).
-# That an explicit `SamplingParams` is not merged with the file was read in the source of vLLM 0.33 (`LLM.generate`),
-# and so were the default of 16 tokens (`SamplingParams`) and the defaults in "Dial it in". Blocks, and recomputing
-# after preemption: Kwon et al., *Efficient Memory Management for Large Language Model Serving with PagedAttention*,
-# SOSP 2023, [arXiv 2309.06180](https://arxiv.org/abs/2309.06180). Scheduling at every step: Yu et al., *Orca*, OSDI
-# 2022. "Up to 24 times": [vLLM's first blog post](https://blog.vllm.ai/2023/06/20/vllm.html), June 2023.
+# tuning](https://docs.vllm.ai/en/stable/configuration/optimization/) (preemption, and the advice on `max_num_seqs`),
+# [Metrics](https://docs.vllm.ai/en/latest/examples/observability/metrics/) (`get_metrics` offline). That an explicit
+# `SamplingParams` is not merged with the file was read in the source of vLLM 0.33 (`LLM.generate`), and so were the
+# default of 16 tokens (`SamplingParams`) and the defaults in "Dial it in". Blocks, and recomputing after preemption:
+# Kwon et al., *Efficient Memory Management for Large Language Model Serving with PagedAttention*, SOSP 2023, [arXiv
+# 2309.06180](https://arxiv.org/abs/2309.06180). Scheduling at every step: Yu et al., *Orca*, OSDI 2022. "Up to 24
+# times": [vLLM's first blog post](https://blog.vllm.ai/2023/06/20/vllm.html), June 2023.
 # [`generate_batch`](https://huggingface.co/docs/transformers/continuous_batching) in transformers. The settings in
 # section 7: the example on the page of
 # [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct).
