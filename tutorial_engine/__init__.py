@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tutorial_engine.config import AsyncEngineArgs as AsyncEngineArgs
     from tutorial_engine.config import EngineArgs as EngineArgs
-    from tutorial_engine.engine import LLMEngine as LLMEngine
+    from tutorial_engine.llm_engine import LLMEngine as LLMEngine
     from tutorial_engine.inputs import PromptType as PromptType
     from tutorial_engine.inputs import TextPrompt as TextPrompt
     from tutorial_engine.inputs import TokensPrompt as TokensPrompt
@@ -24,8 +25,9 @@ __version__ = "0.1.0"
 # public name -> the module of this package that defines it
 _HOME = {
     "LLM": "llm",
-    "LLMEngine": "engine",
+    "LLMEngine": "llm_engine",
     "EngineArgs": "config",
+    "AsyncEngineArgs": "config",
     "SamplingParams": "sampling_params",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",

@@ -172,6 +172,22 @@ class EngineArgs:
         setattr(self, name, int(value))
 
 
+@dataclass
+class AsyncEngineArgs(EngineArgs):
+    """Arguments of `AsyncLLM` and the server: those of `EngineArgs`, and one more.
+
+    Attributes:
+        enable_log_requests: write each request's arrival and parameters to the log.
+    """
+
+    enable_log_requests: bool = False
+    disable_log_stats: bool = False  # a server's numbers are read all the time; offline they are off by default
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_type("enable_log_requests", bool, "True or False")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """What the engine runs with: every None of `EngineArgs` resolved. Sizes are in tokens, blocks or bytes by name."""

@@ -4,7 +4,7 @@
     outputs = llm.generate(prompts, params)       everything at once; the scheduler decides who runs when
     outputs[i].outputs[0].text
 
-Owns: batches of prompts, progress bars, conversations. Does not own: the loop (`engine.py`).
+Owns: batches of prompts, progress bars, conversations. Does not own: the loop (`llm_engine.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from tutorial_engine.config import EngineArgs
-from tutorial_engine.engine import LLMEngine
+from tutorial_engine.llm_engine import LLMEngine
 from tutorial_engine.exceptions import VLLMValidationError
 from tutorial_engine.inputs import split_prompts
 from tutorial_engine.kv_cache import GIB

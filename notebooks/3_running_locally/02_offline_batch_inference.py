@@ -136,7 +136,7 @@ for output in llm.wait_for_completion():
     print(repr(output.prompt), "->", repr(output.outputs[0].text))
 
 # %% [markdown]
-# What is in a step? Most lines of `LLMEngine.step`, in [engine.py](../../tutorial_engine/engine.py), care for errors.
+# What is in a step? Most lines of `LLMEngine.step`, in [llm_engine.py](../../tutorial_engine/llm_engine.py), care for errors.
 # These do the work:
 
 # %%

@@ -7,7 +7,7 @@ from typing import Any
 
 from tutorial_engine.block_manager import KVCacheManager
 from tutorial_engine.config import EngineArgs, EngineConfig
-from tutorial_engine.engine import LLMEngine
+from tutorial_engine.llm_engine import LLMEngine
 from tutorial_engine.model_runner import ModelRunnerOutput
 from tutorial_engine.request import Request
 from tutorial_engine.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.support import FakeRunner, assert_clean, make_engine, make_params
-from tutorial_engine.engine import MAX_IDLE_STEPS, LLMEngine, _model_max_len, _read_generation_config
+from tutorial_engine.llm_engine import MAX_IDLE_STEPS, LLMEngine, _model_max_len, _read_generation_config
 from tutorial_engine.exceptions import EngineDeadError, EngineGenerateError, VLLMValidationError
 from tutorial_engine.models.config import ModelConfig
 from tutorial_engine.outputs import RequestOutput
