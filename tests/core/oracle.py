@@ -24,8 +24,8 @@ from typing import Any
 from tests.core.support import FakeTokenizer, assert_clean, make_config
 from tutorial_engine.block_manager import cdiv
 from tutorial_engine.config import EngineConfig
-from tutorial_engine.llm_engine import LLMEngine
 from tutorial_engine.exceptions import EngineGenerateError
+from tutorial_engine.llm_engine import LLMEngine
 from tutorial_engine.model_runner import BlockTables, ModelRunnerOutput
 from tutorial_engine.outputs import RequestOutput
 from tutorial_engine.request import Request
