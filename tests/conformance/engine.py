@@ -156,21 +156,30 @@ def size_of_the_cache(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> Non
         LLM(str(tiny_model), max_model_len=64, num_gpu_blocks_override=3)
 
 
-@row("E11", "statistics", NOT_HERE)
-def statistics() -> None:
-    """No line of statistics is logged. Hits and lookups of the prefix cache are counted as in vLLM: a request that
-    finds its own blocks again after a preemption is not in them."""
-    llm = letters_llm("abcdefghij", num_gpu_blocks=9, max_model_len=32)
-    llm.generate(["p" * 14, "q" * 14], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
-    stats = llm.llm_engine.scheduler.kv_cache_manager.prefix_cache_stats
-    assert (stats.queries, stats.hits) == (28, 0) and stats.preempted_queries > 0
+@row("E11", "statistics in the log", SAME)
+def statistics(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's line every 10 seconds (VLLM_LOG_STATS_INTERVAL) when disable_log_stats=False. Its prompt throughput leaves
+    prefix hits out; its hit rate leaves out requests that find their own blocks again after a preemption."""
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "0")
+    llm = letters_llm("abcdefghij", num_gpu_blocks=9, max_model_len=32, disable_log_stats=False)
+    with caplog.at_level(logging.INFO, "tutorial_engine"):
+        llm.generate(["p" * 14, "q" * 14], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
+    for part in ("Engine 000: Avg prompt throughput: ", " tokens/s, Avg generation throughput: ", "Running: 1 reqs",
+                 "Waiting: 1 reqs", "Preemptions: 1", "KV cache usage: ", "Prefix cache hit rate: 0.0%"):
+        assert part in caplog.text, part
 
 
-@row("E12", "KV cache events", NOT_HERE)
+@row("E12", "KV cache events", DIFFERS)
 def kv_events() -> None:
-    """Blocks that are stored or removed are not announced; a Trace records them step by step."""
-    with pytest.raises(TypeError, match="kv_events_config"):
-        LLM(kv_events_config={"enable_kv_cache_events": True})
+    """BlockStored, BlockRemoved and AllBlocksCleared, fetched from the engine by take_kv_events(); they are not sent to
+    other machines."""
+    llm = letters_llm("a", kv_events_config={"enable_kv_cache_events": True})
+    one(llm, "p" * 9, max_tokens=1)
+    (stored,) = llm.llm_engine.take_kv_events()
+    assert stored.token_ids == ids("p" * 8) and len(stored.block_hashes) == 2
+    assert llm.reset_prefix_cache()
+    assert [type(event).__name__ for event in llm.llm_engine.take_kv_events()] == ["AllBlocksCleared"]
+    refuses("kv_events_config", LLM, kv_events_config={"publisher": "zmq"})
 
 
 @row("E13", "structured outputs", NOT_HERE)
@@ -192,10 +201,22 @@ def quantisation() -> None:
         refuses("quantization", LLM, quantization=name)
 
 
-@row("E16", "sleep and pause", NOT_HERE)
-def sleep() -> None:
-    """Neither; an engine that is not stepped costs its memory only."""
-    refuses("enable_sleep_mode", LLM, enable_sleep_mode=True)
+@row("E16", "sleep and pause", SAME)
+def sleep(tiny_model: Path) -> None:
+    """Level 0 pauses, 1 drops the cache and keeps the weights in the CPU's memory, 2 drops both. Requests that run are
+    ended ("abort"), finished first ("wait") or frozen ("keep"); new ones are queued meanwhile."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with LLM(str(tiny_model), max_model_len=64, num_gpu_blocks_override=9) as llm:
+        right = llm.generate("ab", params, use_tqdm=False)[0].outputs
+        for level, mode in ((0, "keep"), (1, "keep"), (1, "wait"), (2, "abort")):
+            llm.enqueue("ab", params, use_tqdm=False)
+            llm.llm_engine.step()
+            llm.sleep(level, mode)
+            assert llm.llm_engine.has_unfinished_requests() == (mode == "keep") and llm.llm_engine.step() == []
+            llm.enqueue("ab", params, use_tqdm=False)
+            assert llm.wake_up()
+            outputs = llm.wait_for_completion(use_tqdm=False)
+            assert [o.outputs for o in outputs] == [right] * (1 if mode == "abort" else 2)
 
 
 @row("E17", "LoRA", NOT_HERE)

@@ -71,10 +71,14 @@ def tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     only_neutral("tokenizer_mode", "auto", "slow", "mistral")
 
 
-@row("L3", "skip_tokenizer_init", NOT_HERE)
-def skip_tokenizer_init() -> None:
-    """A tokenizer is always loaded; token ids can be passed all the same, and detokenize=False makes no text."""
-    only_neutral("skip_tokenizer_init", False, True)
+@row("L3", "skip_tokenizer_init", SAME)
+def skip_tokenizer_init(tiny_model: Path) -> None:
+    """No tokenizer: prompts are token ids, text stays "". What needs one (a text, stop strings, chat) is refused."""
+    with tiny(tiny_model, skip_tokenizer_init=True) as llm:
+        completion = one(llm, {"prompt_token_ids": [5, 6]}, max_tokens=2, ignore_eos=True).outputs[0]
+        assert (completion.text, len(completion.token_ids)) == ("", 2)
+        for call in (lambda: one(llm, "text"), lambda: one(llm, [5], stop="x"), lambda: llm.chat(HELLO)):
+            refuses("skip_tokenizer_init", call)
 
 
 @row("L4", "dtype", DIFFERS)
@@ -323,10 +327,14 @@ def disable_log_stats() -> None:
     assert one(letters_llm("a", disable_log_stats=False), "p", max_tokens=1).metrics.num_generation_tokens == 1
 
 
-@row("L27", "enable_sleep_mode", NOT_HERE)
-def enable_sleep_mode() -> None:
-    """The engine cannot be put to sleep; close() gives the memory back for good."""
-    only_neutral("enable_sleep_mode", False, True)
+@row("L27", "enable_sleep_mode", DIFFERS)
+def enable_sleep_mode(tiny_model: Path) -> None:
+    """There is nothing to prepare: sleep() gives memory back with it and without."""
+    for enabled in (False, True):
+        with tiny(tiny_model, enable_sleep_mode=enabled) as llm:
+            llm.sleep()
+            assert llm.wake_up()
+    refuses("enable_sleep_mode", LLM, enable_sleep_mode="yes")
 
 
 @row("L28", "scheduler_reserve_full_isl", SAME)
@@ -475,17 +483,18 @@ def special_tokens(llm: LLM) -> None:
 
 @row("L48", "progress bars", SAME)
 def progress_bars() -> None:
-    """"Rendering prompts" (or "Rendering conversations"), then "Processed prompts" with tokens per second. use_tqdm
-    may be a callable that makes the bar."""
+    """"Rendering prompts" (or "Rendering conversations"), then "Processed prompts", which counts completions and shows
+    tokens per second. use_tqdm may be a callable that makes the bar."""
     bars: list[tqdm] = []
 
     def make(*args: Any, **kwargs: Any) -> tqdm:
         bars.append(tqdm(*args, file=io.StringIO(), **kwargs))
         return bars[-1]
 
-    letters_llm("a").generate(["p", "q"], SamplingParams(max_tokens=1), use_tqdm=make)
+    params = [SamplingParams(max_tokens=1), SamplingParams(n=3, max_tokens=1)]
+    letters_llm("a").generate(["p", "q"], params, use_tqdm=make)
     assert [bar.desc for bar in bars] == ["Rendering prompts", "Processed prompts"]
-    assert [(bar.n, bar.total) for bar in bars] == [(2, 2), (2, 2)]
+    assert [(bar.n, bar.total) for bar in bars] == [(2, 2), (4, 4)]
     assert "est. speed input" in bars[1].postfix and "output" in bars[1].postfix
 
 
@@ -547,10 +556,19 @@ def llm_engine() -> None:
         engine.add_request(1, "p", SamplingParams())
 
 
-@row("L54", "sleep, wake_up, release_kv_cache_memory", NOT_HERE)
-def sleep() -> None:
-    """The engine cannot be put to sleep; close() gives the memory back for good."""
-    no_method("sleep", "wake_up", "release_kv_cache_memory")
+@row("L54", "sleep, wake_up, release_kv_cache_memory", SAME)
+def sleep(tiny_model: Path) -> None:
+    """Memory is given back and fetched again, wholly or by tags; afterwards the engine says what it said before.
+    wake_up returns whether it is fully awake."""
+    with tiny(tiny_model) as llm:
+        right = one(llm, "ab", **GREEDY).outputs
+        llm.sleep(level=2)
+        assert not llm.wake_up(tags=["weights"]) and llm.wake_up()
+        assert one(llm, "ab", **GREEDY).outputs == right
+        llm.release_kv_cache_memory()
+        assert llm.wake_up() and one(llm, "ab", **GREEDY).outputs == right
+        for wrong in ({"level": 3}, {"mode": "later"}):
+            refuses(next(iter(wrong)), llm.sleep, **wrong)
 
 
 @row("L55", "reset_prefix_cache", SAME)
@@ -568,10 +586,18 @@ def reset_prefix_cache(caplog: pytest.LogCaptureFixture) -> None:
     assert steps(letters)[-1].outputs[0].text == "abcd"
 
 
-@row("L56", "get_metrics", NOT_HERE)
+@row("L56", "get_metrics", SAME)
 def get_metrics() -> None:
-    """Counters and histograms are not collected; RequestOutput.metrics has the times of each request."""
-    no_method("get_metrics")
+    """Counters, gauges and histograms under vLLM's names, with labels; AssertionError unless disable_log_stats=False.
+    Histograms of times have some finer buckets at their lower end."""
+    letters = letters_llm("a", disable_log_stats=False)
+    letters.generate(["pqr", "s"], SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
+    metrics = {metric.name: metric for metric in letters.get_metrics()}
+    assert (metrics["vllm:prompt_tokens"].value, metrics["vllm:generation_tokens"].value) == (4, 4)
+    assert metrics["vllm:num_requests_running"].value == 0 and metrics["vllm:prompt_tokens"].labels["engine"] == "0"
+    assert metrics["vllm:time_to_first_token_seconds"].count == 2
+    with pytest.raises(AssertionError, match="Stat logging disabled"):
+        letters_llm("a").get_metrics()
 
 
 @row("L57", "start_profile, stop_profile", NOT_HERE)
@@ -580,10 +606,13 @@ def profile() -> None:
     no_method("start_profile", "stop_profile")
 
 
-@row("L58", "collective_rpc, apply_model", NOT_HERE)
-def apply_model() -> None:
-    """The model is in this process: look at llm.llm_engine.model_runner.model."""
-    no_method("collective_rpc", "apply_model")
+@row("L58", "collective_rpc, apply_model", DIFFERS)
+def apply_model(llm: LLM) -> None:
+    """A list of one result, of the one worker, which runs in this process; so nothing can end a call early, and timeout
+    must be None."""
+    assert llm.apply_model(lambda model: model.config.num_hidden_layers) == [2]
+    assert llm.collective_rpc(lambda worker, a, b: a + b, args=(1,), kwargs={"b": 2}) == [3]
+    refuses("timeout", llm.collective_rpc, "close", timeout=1.0)
 
 
 @row("L59", "encode, embed, classify, score", NOT_HERE)
