@@ -6,6 +6,7 @@ the notebook helpers) do not wait for torch.
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     from tutorial_engine.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
+
+# The kernels live in a folder of their own beside this package, and are imported as `tutorial_engine.kernels`.
+# Installed, they are inside; in a plain checkout this line finds them. (Never import `kernels` itself: a package of that
+# name exists, and transformers looks for it.)
+_ROOT = Path(__file__).resolve().parent.parent
+if (_ROOT / "kernels" / "decode_attention.py").is_file():
+    __path__.append(str(_ROOT))
 
 # public name -> the module of this package that defines it
 _HOME = {
