@@ -78,6 +78,8 @@ class EngineArgs:
         disable_log_stats: keep no per-request timestamps (`RequestOutput.metrics` is None).
         enforce_eager: no CUDA graphs; a CPU always runs eagerly.
         chat_template: Jinja text or path of a file that replaces the model's own template.
+        structured_outputs_config: {"backend": "auto" or "guidance", "disable_any_whitespace": bool,
+            "disable_additional_properties": bool}; the last two hold for every request with JSON, False unless said.
     """
 
     model: str = ""
@@ -106,6 +108,7 @@ class EngineArgs:
     disable_log_stats: bool = True
     enforce_eager: bool = False
     chat_template: str | None = None
+    structured_outputs_config: dict[str, Any] | None = None
     # Accepted with their neutral value only, see _NEUTRAL_ONLY.
     tokenizer_mode: str = "auto"
     trust_remote_code: bool = False
@@ -150,6 +153,7 @@ class EngineArgs:
             self._check_int("max_model_len", 1)
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, zero=False)
         _check_fraction("watermark", self.watermark, zero=True)
+        _check_structured_outputs_config(self.structured_outputs_config)
         if not isinstance(self.override_generation_config, dict):
             _fail("override_generation_config", self.override_generation_config, "must be a dict")
         if unknown := sorted(self.override_generation_config.keys() - GENERATION_KEYS.keys()):
@@ -260,6 +264,21 @@ def _resolve_max_model_len(asked: int | str | None, model_max_len: int) -> int:
 
 def _fail(name: str, value: Any, rule: str) -> None:
     raise VLLMValidationError(f"{name} {rule} (got {value!r}).", parameter=name, value=value)
+
+
+def _check_structured_outputs_config(config: Any) -> None:
+    name = "structured_outputs_config"
+    if not isinstance(config, (dict, type(None))):
+        _fail(name, config, "must be a dict")
+    for key, value in (config or {}).items():
+        if key == "backend":
+            if value not in ("auto", "guidance"):
+                _fail(name, value, "has a backend that is not in this engine; 'auto' and 'guidance' both mean the "
+                      "library llguidance")
+        elif key not in ("disable_any_whitespace", "disable_additional_properties"):
+            _fail(name, key, "can hold backend, disable_any_whitespace and disable_additional_properties only")
+        elif not isinstance(value, bool):
+            _fail(name, value, f"must have True or False as {key}")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -141,7 +141,7 @@ class OutputProcessor:
             state = self.states[internal_id]
             if self._take_tokens(state, token_ids, now):
                 stopped.append(internal_id)
-            if result.logprobs is not None and state.logprobs is not None:
+            if result.logprobs is not None and state.logprobs is not None and token_ids:
                 state.add_logprobs(result.logprobs, row)
             if output := self._make_output(state):
                 outputs.append(output)

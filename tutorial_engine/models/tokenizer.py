@@ -161,7 +161,7 @@ def gguf_tokenizer(gguf: GGUFFile) -> AnyTokenizer:
         return make_full()
     known = {key: settings[key] for key in ("chat_template", "model_max_length", "bos_token", "eos_token")}
     known |= {f"{key}_id": backend.token_to_id(known[key] or "") for key in ("bos_token", "eos_token")}
-    return LazyTokenizer(backend, make_full, known | {"truncation_side": "right"})
+    return LazyTokenizer(backend, make_full, known | {"truncation_side": "right", "backend_tokenizer": backend})
 
 
 def _transformers_settings(gguf: GGUFFile, tokens: list[str]) -> dict[str, Any]:
