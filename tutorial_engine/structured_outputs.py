@@ -10,14 +10,15 @@ walks its automaton along a trie of the vocabulary and answers for all of them a
 it allows of that text's spellings the tokenizer's own, which the model knows best.) The idea of the mask is from
 Willard and Louf, "Efficient Guided Generation for Large Language Models" (arXiv 2307.09702, section 3).
 
-Stop tokens belong to no text: they are allowed where the text may end, and only they are where nothing can follow.
+Stop tokens are allowed where the text may end, and only they are where nothing can follow. (One of stop_token_ids that
+is text itself may be said as text, and stops there.)
 Constraints that leave no token together (say, allowed_token_ids without any that the grammar needs) end the request
 with finish_reason "error" and what it has said so far.
 
 Owns: compiling, one position in a grammar per request, the masks. Does not own: choosing (`sampler.py`), what ends a
 request (`request.py`), the fields and their checks (`sampling_params.py`).
-No request waits for its grammar: it is compiled when the request is added, which takes milliseconds, so that what is
-wrong with it is told to who added it. vLLM compiles beside the loop, and lets the request wait meanwhile in a status of
+No request waits for its grammar: it is compiled when the request is added, which takes milliseconds (half a second the
+first time, for the trie), so that what is wrong with it is told to who added it. vLLM compiles beside the loop, and lets the request wait meanwhile in a status of
 its own, WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR.
 """
 

@@ -221,9 +221,8 @@ def test_structural_tag() -> None:
     tags = json.dumps(TAGS)
     assert typed("so <f=add>12</f> it is", structural_tag=tags) == "so <f=add>12</f> it is"
     assert typed("a < b", structural_tag=tags) == "a < b"
-    said = typed("<f=sub>", structural_tag=tags)
-    assert said.startswith("<f=a") and re.match(r"<f=add>-?\d+</f>", said) or said == said[:200]
-    assert not re.match(r"<f=add>x", typed("<f=add>x", structural_tag=tags))
+    assert typed("<f=add>x5</f>", structural_tag=tags) == "<f=add>5</f>"
+    assert typed("<f=sub>5</f>", structural_tag=tags).startswith("<f=add>5")
 
 
 def test_structural_tag_that_is_a_special_token() -> None:
@@ -281,10 +280,10 @@ def test_mask_is_what_trying_each_token_says(given: dict[str, Any]) -> None:
     manager = StructuredOutputManager({}, TOKENIZER, len(TOKENIZER) + 40, [EOS_ID])
     random = np.random.default_rng(0)
     params = StructuredOutputsParams(**given)
-    for _ in range(3):
+    for _ in range(2):
         (grammar,) = manager.make_grammars(params, [EOS_ID], 1)
         said: list[int] = []
-        while len(said) < 12 and EOS_ID not in said:
+        while len(said) < 10 and EOS_ID not in said:
             expected = set()
             for token_id in range(len(TOKENIZER)):
                 (fresh,) = manager.make_grammars(params, [EOS_ID], 1)
@@ -544,7 +543,7 @@ def test_default_model(default_llm: LLM) -> None:
         StructuredOutputsParams(grammar='root ::= "1" ("+" [0-9])+ "="')]
     prompts = ["The colour of the sky is", "The capital of France is ", "A city in JSON: ", "JSON: {}\nJSON: ", "Sum: "]
     outputs = default_llm.generate([*prompts, prompts[1]], [*(
-        greedy(40, structured_outputs=s) for s in structured), greedy(6)], use_tqdm=False)
+        greedy(26, structured_outputs=s) for s in structured), greedy(6)], use_tqdm=False)
     colour, capital, in_json, any_object, total, free = (o.outputs[0] for o in outputs)
     assert colour.text in ("red", "green", "blue")
     assert re.fullmatch(r"[A-Z][a-z]{2,8}\.", capital.text) and capital.finish_reason == "stop"

@@ -99,6 +99,11 @@ class LazyTokenizer:
         """transformers' own object, for those who check its type."""
         return self._make_full()
 
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """The `tokenizers` library's object."""
+        return self._backend if self._is_enough({}) else self.full.backend_tokenizer
+
     def _is_enough(self, more: dict[str, Any]) -> bool:
         """Whether the backend can answer: nobody has made the real one, or asks for what only that can do."""
         return "full" not in self.__dict__ and not more
@@ -161,7 +166,7 @@ def gguf_tokenizer(gguf: GGUFFile) -> AnyTokenizer:
         return make_full()
     known = {key: settings[key] for key in ("chat_template", "model_max_length", "bos_token", "eos_token")}
     known |= {f"{key}_id": backend.token_to_id(known[key] or "") for key in ("bos_token", "eos_token")}
-    return LazyTokenizer(backend, make_full, known | {"truncation_side": "right", "backend_tokenizer": backend})
+    return LazyTokenizer(backend, make_full, known | {"truncation_side": "right"})
 
 
 def _transformers_settings(gguf: GGUFFile, tokens: list[str]) -> dict[str, Any]:
