@@ -50,8 +50,7 @@ class InputProcessor:
         self.extra_eos_ids = [i for i in ([extra] if isinstance(extra, int) else extra or [])
                               if i != self.eos_token_id and 0 <= i < vocab_size]
         self.structured_outputs = StructuredOutputManager(
-            config.args.structured_outputs_config or {}, tokenizer, vocab_size,
-            [i for i in (self.eos_token_id, *self.extra_eos_ids) if i is not None])
+            config.args.structured_outputs_config or {}, tokenizer, vocab_size, self.eos_token_id)
         use_file = config.args.generation_config != "vllm"
         chosen = {**(generation_config if use_file else {}), **config.args.override_generation_config}
         self._defaults = {ours: chosen[theirs] for theirs, ours in GENERATION_KEYS.items()

@@ -18,8 +18,8 @@ with finish_reason "error" and what it has said so far.
 Owns: compiling, one position in a grammar per request, the masks. Does not own: choosing (`sampler.py`), what ends a
 request (`request.py`), the fields and their checks (`sampling_params.py`).
 No request waits for its grammar: it is compiled when the request is added, which takes milliseconds (half a second the
-first time, for the trie), so that what is wrong with it is told to who added it. vLLM compiles beside the loop, and lets the request wait meanwhile in a status of
-its own, WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR.
+first time, for the trie), so that what is wrong with it is told to who added it. vLLM compiles beside the loop, and
+lets the request wait meanwhile in a status of its own, WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Grammar:
     Args:
         matcher: llguidance's, at the start; no other request uses it.
         eos_token_id: the id that ends a text for the matcher.
-        stop_ids: further ids that end this request.
+        stop_ids: ids that end this request.
     """
 
     def __init__(self, matcher: LLMatcher, eos_token_id: int, stop_ids: Iterable[int]) -> None:
@@ -95,14 +95,14 @@ class StructuredOutputManager:
         config: the engine's `structured_outputs_config`.
         tokenizer: a fast tokenizer; its bytes per token are read when the first grammar is asked for.
         vocab_size: columns of the logits.
-        eos_token_ids: ids that end a text.
+        eos_token_id: the id that ends a text, None if there is none.
     """
 
-    def __init__(self, config: dict[str, Any], tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> None:
+    def __init__(self, config: dict[str, Any], tokenizer: Any, vocab_size: int, eos_token_id: int | None) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_id = eos_token_id
         self._compiled = functools.lru_cache(maxsize=64)(self._compile)
 
     def make_grammars(self, params: StructuredOutputsParams | None, stop_ids: Iterable[int], n: int
@@ -118,12 +118,12 @@ class StructuredOutputManager:
         kind, value = params.verify()
         with _errors_as_refusals(f"structured_outputs.{kind}", "cannot be compiled"):
             matcher = self._compiled(self._to_text(kind, value, params))
-        return [Grammar(matcher.deep_copy(), self.eos_token_ids[0], stop_ids) for _ in range(n)]
+        return [Grammar(matcher.deep_copy(), self.eos_token_id, stop_ids) for _ in range(n)]
 
     @functools.cached_property
     def ll_tokenizer(self) -> LLTokenizer:
         """The vocabulary as llguidance wants it."""
-        if not self.eos_token_ids:
+        if self.eos_token_id is None:
             _refuse("structured_outputs needs an EOS token to end a text with, and this model has none.")
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -134,7 +134,7 @@ class StructuredOutputManager:
         backend.no_truncation()
         size = max(self.vocab_size, backend.get_vocab_size(with_added_tokens=True))
         with _errors_as_refusals("structured_outputs", "cannot read this model's tokenizer"):
-            return _llguidance().LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self.eos_token_ids)
+            return _llguidance().LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self.eos_token_id)
 
     def _compile(self, text: str) -> LLMatcher:
         """A matcher at its start, to be copied. Raises ValueError."""
