@@ -439,18 +439,33 @@ def test_rules_that_leave_nothing(mode: str, params: dict[str, Any]) -> None:
     assert_clean(engine)
 
 
-def test_vocabulary_that_cannot_spell_the_rest(caplog: pytest.LogCaptureFixture) -> None:
-    backend = Tokenizer(models.BPE({EOS: 0, "a": 1, "b": 2}, []))
+@pytest.fixture
+def ab_llm() -> Iterator[LLM]:
+    """Three tokens: a (id 0), b, EOS. The model says a."""
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1, EOS: 2}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(EOS, normalized=False)])
-    llm = scripted_llm(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS), [1])
+    llm = scripted_llm(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS), [0])
+    yield llm
+    assert_clean(llm.llm_engine)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_token_0_is_not_chosen_for_want_of_others(ab_llm: LLM, temperature: float) -> None:
+    """The grammar would take it, but allowed_token_ids do not hold it."""
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]+"), allowed_token_ids=[2],
+                            temperature=temperature)
+    output = ab_llm.generate([[0, 1]], params, use_tqdm=False)[0].outputs[0]
+    assert (output.token_ids, output.text, output.finish_reason) == ([], "", "error")
+
+
+def test_vocabulary_that_cannot_spell_the_rest(ab_llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["ac"]))
-    output = llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0]
+    output = ab_llm.generate([[0, 1]], params, use_tqdm=False)[0].outputs[0]
     assert output.text == "a" and output.finish_reason == "error" and "cannot go on" in caplog.text
     params.structured_outputs = StructuredOutputsParams(choice=["c"])
     with pytest.raises(VLLMValidationError, match="no token of this model can begin"):
-        llm.generate([[1, 2]], params, use_tqdm=False)
-    assert_clean(llm.llm_engine)
+        ab_llm.generate([[0, 1]], params, use_tqdm=False)
 
 
 def test_engine_wide_options() -> None:
