@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # The kernels live in a folder of their own beside this package, and are imported as `tutorial_engine.kernels`.
-# Installed, they are inside; in a plain checkout this line finds them. (Never import `kernels` itself: a package of that
-# name exists, and transformers looks for it.)
+# Installed, they are inside; in a plain checkout this line finds them. (Never import `kernels` itself: a package of
+# that name exists, and transformers looks for it.)
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "kernels" / "decode_attention.py").is_file():
     __path__.append(str(_ROOT))

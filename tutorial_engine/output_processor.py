@@ -159,7 +159,7 @@ class OutputProcessor:
             state = self.states[internal_id]
             if self._take_tokens(state, token_ids, now):
                 stopped.append(internal_id)
-            if result.logprobs is not None and state.logprobs is not None:
+            if result.logprobs is not None and state.logprobs is not None and token_ids:
                 state.add_logprobs(result.logprobs, row)
             if output := self._make_output(state):
                 outputs.append(output)
@@ -182,6 +182,8 @@ class OutputProcessor:
             request.status = RequestStatus.FINISHED_STOPPED
             token_ids = token_ids[:num_kept]
         state.token_ids += token_ids
+        if not token_ids:  # a grammar left no choice
+            return False
         stats, step = state.stats, self.iteration_stats
         step.num_generation_tokens += len(token_ids)
         if not stats.first_token_ts:

@@ -7,16 +7,20 @@ text (`detokenizer.py`) or to the length of a request (`scheduler.py`). Names, o
     knobs on single tokens         presence / frequency / repetition penalty, logit_bias, allowed_token_ids, bad_words
     when to stop                   max_tokens  min_tokens  stop  stop_token_ids  ignore_eos
     what to hand back              n  logprobs  prompt_logprobs  detokenize  skip_special_tokens  output_kind
+    a form to keep to              structured_outputs (`StructuredOutputsParams`; done in `structured_outputs.py`)
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
+import json
 import logging
 import math
 import numbers
 import os
+import re
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
@@ -30,6 +34,7 @@ MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 2.0
 GREEDY_TEMPERATURE = 1e-5  # below it a request is greedy
 FLOAT32_MAX = 3.4028234663852886e38  # what the sampler computes in
+MAX_NESTING = 64  # of a structured output's description: compilers work on it recursively
 
 # Keywords people bring from elsewhere, and what to tell them.
 _REMOVED = {
@@ -54,6 +59,90 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+@dataclass
+class StructuredOutputsParams:
+    """The form that an output must have: exactly one of the first five or `structural_tag`.
+
+    Args:
+        json: JSON schema, as a dict or as text.
+        regex: the whole output matches it (syntax of Rust's regex: no look-around, no back references).
+        choice: the output is one of these texts.
+        grammar: context-free grammar, in Lark's or llama.cpp's (GBNF) notation.
+        json_object: True for any JSON object.
+        disable_any_whitespace: JSON without any white space between its parts.
+        disable_additional_properties: JSON objects have no other properties than those that the schema names.
+        whitespace_pattern: regex of the white space that is allowed between the parts of JSON.
+        structural_tag: free text with tagged parts in it, as JSON: {"triggers": ["<f="], "structures": [{"begin":
+            "<f=add>", "schema": {...}, "end": "</f>"}]}.
+
+    Raises:
+        VLLMValidationError: none of the constraints, or several. What they hold is checked when a request is added.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        self.constraint()
+
+    def constraint(self) -> tuple[str, Any]:
+        """(name, value) of the one constraint that is given."""
+        given = [(name, value) for name in ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+                 if (value := getattr(self, name)) is not None]
+        if len(given) != 1:
+            raise VLLMValidationError(
+                "structured_outputs needs exactly one of json, regex, choice, grammar, json_object and structural_tag; "
+                f"got {', '.join(name for name, _ in given) or 'none of them'}.", parameter="structured_outputs")
+        return given[0]
+
+    def verify(self) -> tuple[str, Any]:
+        """Check everything that can be checked without compiling. Returns `constraint()`, with JSON parsed.
+
+        Raises:
+            VLLMValidationError: empty, of the wrong type, nested too deeply, or an option that goes with JSON only.
+        """
+        name, value = self.constraint()
+        rule = {"json_object": "must be True or left out", "json": "must be a JSON schema, as a dict or as text",
+                "choice": "must be a list of at least one text"}.get(name, "must be text, and not only blanks")
+        if name == "choice":
+            good = isinstance(value, (list, tuple)) and bool(value) and all(isinstance(v, str) for v in value)
+        elif name == "json_object":
+            good = value is True
+        elif name == "regex":
+            good = isinstance(value, str)  # an empty one describes the empty output
+        else:
+            good = (isinstance(value, str) and bool(value.strip())) or (name == "json" and isinstance(value, dict))
+        if not good:
+            _fail(f"structured_outputs.{name}", value, rule)
+        value = _parse_json(name, value) if name in ("json", "structural_tag") else value
+        if _is_too_deep(value):
+            raise VLLMValidationError(f"structured_outputs.{name} is nested more than {MAX_NESTING} levels deep.",
+                                      parameter=f"structured_outputs.{name}")
+        self._verify_options(name)
+        return name, value
+
+    def _verify_options(self, name: str) -> None:
+        for option in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+            value = getattr(self, option)
+            wanted = (str, type(None)) if option == "whitespace_pattern" else bool
+            if not isinstance(value, wanted):
+                _fail(f"structured_outputs.{option}", value, "must be text" if wanted is not bool else
+                      "must be True or False")
+            fits = ("json", "structural_tag") + ("json_object",) * (option != "disable_additional_properties")
+            if value not in (None, False) and name not in fits:
+                _fail(f"structured_outputs.{option}", value, f"has no meaning for {name}; leave it out")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            _fail("structured_outputs.whitespace_pattern", self.whitespace_pattern,
+                  "contradicts disable_any_whitespace=True; give one of them")
 
 
 @dataclass
@@ -102,7 +191,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
 
@@ -202,8 +291,8 @@ class SamplingParams:
             setattr(self, name, _check_int(name, getattr(self, name), low, high))
 
     def _verify_supported(self) -> None:
-        if self.structured_outputs is not None:
-            _fail("structured_outputs", self.structured_outputs, "is not in this engine; leave it None")
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
+            _fail("structured_outputs", self.structured_outputs, "must be a StructuredOutputsParams")
         if self.extra_args is not None:
             _fail("extra_args", self.extra_args, "is read by custom logits processors only, and this engine has none")
         if self.spaces_between_special_tokens is not True:
@@ -224,6 +313,27 @@ class SamplingParams:
 
 def _fail(name: str, value: Any, rule: str) -> None:
     raise VLLMValidationError(f"{name} {rule}, got {value!r}.", parameter=name, value=value)
+
+
+def _parse_json(name: str, value: Any) -> Any:
+    """`value` with nothing in it but what JSON knows, parsed if it is text."""
+    try:
+        return json.loads(value if isinstance(value, str) else json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise VLLMValidationError(f"structured_outputs.{name} is not JSON: {error}.",
+                                  parameter=f"structured_outputs.{name}") from error
+
+
+def _is_too_deep(value: Any) -> bool:
+    """True if parsed JSON, or brackets in a text (a regex or a grammar), are nested beyond MAX_NESTING."""
+    if isinstance(value, str):
+        steps = ((c in "([{") - (c in ")]}") for c in re.sub(r"\\.", "", value))
+        return max(itertools.accumulate(steps), default=0) > MAX_NESTING
+    level = [value]
+    for _ in range(MAX_NESTING):
+        containers = [node for node in level if isinstance(node, (dict, list))]
+        level = [child for node in containers for child in (node.values() if isinstance(node, dict) else node)]
+    return any(isinstance(node, (dict, list)) for node in level)
 
 
 def _check_list(name: str, value: Any) -> list[Any]:

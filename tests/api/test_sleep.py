@@ -9,6 +9,7 @@ from tests.api.support import greedy
 from tests.core.support import assert_clean
 from tutorial_engine import LLM
 from tutorial_engine.exceptions import EngineGenerateError, VLLMValidationError
+from tutorial_engine.sampling_params import StructuredOutputsParams
 
 PROMPT = {"prompt_token_ids": list(range(10, 50))}
 LONG = greedy(24, ignore_eos=True)
@@ -116,6 +117,8 @@ def test_l3_ids_only(tiny_model: Path, llm: LLM) -> None:
     for use in (lambda: bare.generate("text", use_tqdm=False), lambda: bare.get_tokenizer(),
                 lambda: bare.generate(PROMPT, greedy(stop=["a"]), use_tqdm=False),
                 lambda: bare.generate(PROMPT, greedy(bad_words=["a"]), use_tqdm=False),
+                lambda: bare.generate(PROMPT, greedy(structured_outputs=StructuredOutputsParams(choice=["a"])),
+                                      use_tqdm=False),
                 lambda: bare.chat([{"role": "user", "content": "a"}], use_tqdm=False)):
         with pytest.raises(VLLMValidationError, match="skip_tokenizer_init"):
             use()
