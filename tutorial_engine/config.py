@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tutorial_engine.exceptions import VLLMValidationError
+from tutorial_engine.logits_processor import resolve_processors
 
 DEFAULT_BLOCK_SIZE = 16
 DTYPES = ("float32", "float16", "bfloat16")
@@ -41,7 +42,6 @@ _NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "enable_lora": (False, None),
     "enable_sleep_mode": (False,),
     "async_scheduling": (None, False),
-    "logits_processors": (None,),
     "hf_overrides": (None, {}),
     "cpu_offload_gb": (0,),
     "skip_tokenizer_init": (False,),
@@ -78,6 +78,8 @@ class EngineArgs:
         disable_log_stats: keep no per-request timestamps (`RequestOutput.metrics` is None).
         enforce_eager: no CUDA graphs; a CPU always runs eagerly.
         chat_template: Jinja text or path of a file that replaces the model's own template.
+        logits_processors: classes, or texts "package.module:Class", that change the logits of every step, in this
+            order (see `logits_processor.py`).
     """
 
     model: str = ""
@@ -106,6 +108,7 @@ class EngineArgs:
     disable_log_stats: bool = True
     enforce_eager: bool = False
     chat_template: str | None = None
+    logits_processors: list | None = None
     # Accepted with their neutral value only, see _NEUTRAL_ONLY.
     tokenizer_mode: str = "auto"
     trust_remote_code: bool = False
@@ -119,7 +122,6 @@ class EngineArgs:
     enable_lora: bool | None = False
     enable_sleep_mode: bool = False
     async_scheduling: bool | None = None
-    logits_processors: list | None = None
     hf_overrides: dict | None = None
     cpu_offload_gb: float = 0
     skip_tokenizer_init: bool = False
@@ -148,6 +150,8 @@ class EngineArgs:
             self.max_model_len = -1
         if self.max_model_len != -1:
             self._check_int("max_model_len", 1)
+        if self.logits_processors is not None:
+            self.logits_processors = resolve_processors(self.logits_processors)
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, zero=False)
         _check_fraction("watermark", self.watermark, zero=True)
         if not isinstance(self.override_generation_config, dict):

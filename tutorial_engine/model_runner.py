@@ -20,6 +20,7 @@ from tutorial_engine.attention import AttentionMetadata
 from tutorial_engine.block_manager import cdiv
 from tutorial_engine.config import EngineConfig
 from tutorial_engine.kv_cache import KVCache, available_kv_cache_bytes, size_kv_cache
+from tutorial_engine.logits_processor import make_processors
 from tutorial_engine.models.decoder import Decoder
 from tutorial_engine.models.loader import ModelSource
 from tutorial_engine.sampler import LogprobsLists, Sampler, SamplingMetadata
@@ -91,7 +92,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, model: Decoder) -> None:
         self.config = config
         self.model, self.device, self.dtype = model, model.device, model.dtype
-        self.sampler = Sampler(config.args.logprobs_mode)
+        self.sampler = Sampler(config.args.logprobs_mode, make_processors(config, self.device))
         available = available_kv_cache_bytes(config, self.device, self._activation_bytes())
         self.num_gpu_blocks, self.max_model_len = size_kv_cache(config, model.config, self.dtype, available)
         self.kv_cache = KVCache(model.config, self.num_gpu_blocks, config.block_size, self.dtype, self.device)

@@ -1,7 +1,7 @@
 """The sampler: from logits to one token per row, and what to report about it.
 
-    raw logits -+-> allowed ids, logit_bias, min_tokens -> penalties -> bad words -> temperature -> min_p
-                |                                                        -> top_k -> top_p -> Gumbel-max -> token
+    raw logits -+-> allowed ids, logit_bias, min_tokens -> penalties -> bad words -> custom processors
+                |                                 -> temperature -> min_p -> top_k -> top_p -> Gumbel-max -> token
                 +-> logprobs (by default of the raw logits: what the model thought, not what the knobs made of it)
 
 The order is vLLM's. Every stage works on all rows at once and is skipped when no row asks for it.
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tutorial_engine.logits_processor import ProcessorPipeline
 from tutorial_engine.request import Request
 from tutorial_engine.sampling_params import SamplingParams
 
@@ -75,10 +76,12 @@ class Sampler:
 
     Args:
         logprobs_mode: which values are reported, see `EngineArgs`.
+        processors: the engine's custom logits processors.
     """
 
-    def __init__(self, logprobs_mode: str = "raw_logprobs") -> None:
+    def __init__(self, logprobs_mode: str = "raw_logprobs", processors: ProcessorPipeline | None = None) -> None:
         self.logprobs_mode = logprobs_mode
+        self.processors = processors or ProcessorPipeline()
 
     def __call__(self, logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[list[int], LogprobsLists | None]:
         """Args: logits [rows, vocab_size] float32, not kept. Returns: (token id per row, logprobs or None)."""
@@ -88,6 +91,7 @@ class Sampler:
         apply_token_rules(logits, metadata)
         apply_penalties(logits, metadata)
         apply_bad_words(logits, metadata)
+        logits = self.processors.apply(logits, metadata.requests, metadata.random_rows)
         sampled = logits.argmax(dim=-1)
         if metadata.random_rows:
             rows = torch.tensor(metadata.random_rows, device=logits.device)
