@@ -117,6 +117,7 @@ def test_tracker_against_replay() -> None:
             kinds |= {direction for *_, direction in update.moved}
         assert [rows[i] for i in range(len(rows))] == [
             (r.sampling_params, r.prompt_token_ids, r.output_token_ids) for r in current]
+        assert tracker._outputs.keys() == {r.request_id for r in current}  # those who left are forgotten
         for request in rng.sample(pool, 4):  # also some that are away
             request.all_token_ids.append(rng.randrange(100))
     assert kinds == set(MoveDirectionality)
@@ -201,6 +202,20 @@ def test_dict_updates_against_replay() -> None:
             replay(rows, update)
         assert entries == {row: len(prompt) for row, (_, prompt, _) in rows.items() if len(prompt) % 2}
         assert changed or entries == before
+
+
+def test_dict_updates_by_hand() -> None:
+    """P13: vLLM may add to a row that is taken, or move onto one; the newcomer replaces what was there."""
+    one_way, swap = MoveDirectionality.UNIDIRECTIONAL, MoveDirectionality.SWAP
+    entries = {0: "a", 1: "b", 2: "c"}
+    for update, expected in [
+            (None, {0: "a", 1: "b", 2: "c"}),
+            (BatchUpdate(3, [], [(1, SamplingParams(), None, [])], []), {0: "a", 2: "c"}),
+            (BatchUpdate(2, [], [], [(2, 0, one_way)]), {0: "c"}),
+            (BatchUpdate(2, [], [], [(0, 1, swap)]), {1: "c"}),
+            (BatchUpdate(1, [], [], [(0, 1, one_way)]), {})]:
+        assert process_dict_updates(entries, update, lambda *_: None) == (update is not None)
+        assert entries == expected
 
 
 # What a processor can do
