@@ -75,14 +75,14 @@ class BeamSearchInstance:
     completed: list[BeamSearchSequence] = field(default_factory=list)
 
 
-def get_beam_search_score(tokens: Sequence[int], cumulative_logprob: float, eos_token_ids: Sequence[int],
+def get_beam_search_score(tokens: Sequence[int], cumulative_logprob: float, eos_token_id: int | None,
                           length_penalty: float = 1.0) -> float:
     """cum_logprob / length ** length_penalty: since log-probabilities are negative, more penalty favours longer ones.
 
     The length is vLLM's: all tokens, those of the prompt too, but not a final EOS. (transformers counts the generated
     ones only, the EOS too; with length_penalty=0, or among sequences of one length, that makes no difference.)
     """
-    length = len(tokens) - (tokens[-1] in eos_token_ids)
+    length = len(tokens) - (tokens[-1] == eos_token_id)
     return cumulative_logprob / length ** length_penalty
 
 
@@ -164,8 +164,13 @@ def _advance(llm: LLM, instances: list[BeamSearchInstance], params: BeamSearchPa
 
 def _best(llm: LLM, beams: list[BeamSearchSequence], params: BeamSearchParams) -> list[BeamSearchSequence]:
     eos_ids = _eos_ids(llm)
-    return sorted(beams, reverse=True, key=lambda b: get_beam_search_score(
-        b.tokens, b.cum_logprob, eos_ids, params.length_penalty))[:params.beam_width]
+
+    def score(beam: BeamSearchSequence) -> float:
+        last = beam.tokens[-1]
+        return get_beam_search_score(beam.tokens, beam.cum_logprob, last if last in eos_ids else None,
+                                     params.length_penalty)
+
+    return sorted(beams, key=score, reverse=True)[:params.beam_width]
 
 
 def _finish(llm: LLM, instance: BeamSearchInstance, params: BeamSearchParams) -> BeamSearchOutput:

@@ -158,6 +158,8 @@ def test_records() -> None:
     kept = search(llm, {"prompt": "p", "cache_salt": "s"}, beam_width=2, max_tokens=2, length_penalty=0.5,
                   include_stop_str_in_output=True)
     assert kept[0].sequences[1].text == "pa</s>"
+    plan = llm.llm_engine.model_runner.plans[-1]
+    assert [s.request.cache_salt for s in plan.scheduled.values()] == ["s", "s"]
 
 
 def test_all_of_the_models_eos_ids_end_a_beam() -> None:
@@ -171,10 +173,10 @@ def test_all_of_the_models_eos_ids_end_a_beam() -> None:
 
 def test_score() -> None:
     """L51: cum_logprob / len ** length_penalty, where a final EOS does not count."""
-    assert get_beam_search_score([5, 6, 7], -6.0, [1]) == -2.0
-    assert get_beam_search_score([5, 6, 1], -6.0, [1]) == -3.0
-    assert get_beam_search_score([5, 6, 1], -6.0, [1], 2.0) == -1.5
-    assert get_beam_search_score([5, 6, 1], -6.0, [1], 0.0) == -6.0
+    assert get_beam_search_score([5, 6, 7], -6.0, 1) == -2.0
+    assert get_beam_search_score([5, 6, 1], -6.0, 1) == -3.0
+    assert get_beam_search_score([5, 6, 1], -6.0, 1, 2.0) == -1.5
+    assert get_beam_search_score([5, 6, 1], -6.0, 1, 0.0) == -6.0
 
 
 def test_beams_end_with_the_context() -> None:
