@@ -38,7 +38,8 @@ class BeamSearchSequence:
         tokens: the prompt's ids and the generated ones, the EOS that ended it included.
         logprobs: per generated token, what the model thought at that place (see `CompletionOutput.logprobs`).
         cum_logprob: sum of the generated tokens' log-probabilities.
-        text: prompt and generation, special tokens included, without the final EOS (unless asked for).
+        text: prompt and generation, special tokens included, without the final EOS (unless asked for); "" from an
+            engine with skip_tokenizer_init.
         finish_reason: "stop" (an EOS) or "length" (max_tokens, or the end of the model's context).
         stop_reason: the EOS id; None for "length".
     """
@@ -177,8 +178,8 @@ def _finish(llm: LLM, instance: BeamSearchInstance, params: BeamSearchParams) ->
     for beam in instance.beams:
         beam.finish_reason = "length"
     sequences = _best(llm, [*instance.completed, *instance.beams], params)
-    tokenizer = llm.get_tokenizer()
+    tokenizer = None if llm.llm_engine.tokenizer is None else llm.get_tokenizer()
     for beam in sequences:
         cut = beam.finish_reason == "stop" and not params.include_stop_str_in_output
-        beam.text = tokenizer.decode(beam.tokens[:-1] if cut else beam.tokens)
+        beam.text = tokenizer.decode(beam.tokens[:-1] if cut else beam.tokens) if tokenizer is not None else ""
     return BeamSearchOutput(sequences)

@@ -16,6 +16,7 @@ of both ages working.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -51,7 +52,15 @@ class ModelLoadError(VLLMError, ValueError):
 
 
 class EngineGenerateError(VLLMError):
-    """One request failed while it was being served. The engine can take the next one."""
+    """Requests failed while they were being served. The engine can take the next ones.
+
+    Attributes:
+        request_ids: the ids, as they were added, of the requests that ended; a client waits in vain for these only.
+    """
+
+    def __init__(self, message: str, request_ids: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.request_ids = list(request_ids)
 
 
 class EngineDeadError(VLLMError):

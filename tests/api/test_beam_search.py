@@ -162,6 +162,16 @@ def test_records() -> None:
     assert [s.request.cache_salt for s in plan.scheduled.values()] == ["s", "s"]
 
 
+def test_without_a_tokenizer() -> None:
+    """An engine that knows ids only finds the same beams; their texts stay empty."""
+    config = make_config(64, max_logprobs=-1)
+    runner = ScriptedRunner(lambda r: tiny_logits(tuple(r.all_token_ids)), VOCAB, 257, 64, "raw_logprobs")
+    llm = llm_of(LLMEngine(config, runner, None, VOCAB, {"eos_token_id": EOS}))
+    bare, full = (search(x, [[1, 2]], beam_width=2, max_tokens=4)[0].sequences for x in (llm, tiny_llm()))
+    assert [s.tokens for s in bare] == [s.tokens for s in full] and {s.text for s in bare} == {""}
+    assert full[0].text.startswith("<1><2>")
+
+
 def test_all_of_the_models_eos_ids_end_a_beam() -> None:
     """L51: those of generation_config.json too, as in `generate`."""
     tokenizer = piece_tokenizer()
