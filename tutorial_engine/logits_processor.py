@@ -220,23 +220,31 @@ class ProcessorPipeline:
         Raises:
             RuntimeError: a processor raised, or what it returned cannot be sampled from.
         """
+        if not self._steps:
+            return logits
+        alive = _has_choice(logits)
         for processor, tracker, _ in self._steps:
             _call(processor, "update_state", tracker.update(requests))
         for processor, _, invariant in self._steps:
             if not invariant or len(random_rows) == len(requests):
-                logits = _checked(processor, logits)
+                logits = _checked(processor, logits, alive)
             elif random_rows:  # a row number must mean the same as ever, so it sees all rows, but only some are kept
-                logits[random_rows] = _checked(processor, logits.clone())[random_rows]
+                logits[random_rows] = _checked(processor, logits.clone(), alive)[random_rows]
         return logits
 
 
-def _checked(processor: LogitsProcessor, logits: torch.Tensor) -> torch.Tensor:
+def _has_choice(logits: torch.Tensor) -> torch.Tensor:
+    """Per row, whether a token can be chosen; NaN compares as False, so it counts as no choice."""
+    return logits.amax(dim=-1) > -float("inf")
+
+
+def _checked(processor: LogitsProcessor, logits: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+    """Call `apply`. A row that was `alive` before all processors must still be so."""
     result = _call(processor, "apply", logits)
     name = type(processor).__name__
     if (got := _kind(result)) != (wanted := _kind(logits)):
         raise RuntimeError(f"The logits processor {name} must return {wanted} from apply, got {got}.")
-    # Written so that NaN counts as no choice, too.
-    if dead := (~(result.amax(dim=-1) > -float("inf"))).nonzero()[:, 0].tolist():
+    if dead := (alive & ~_has_choice(result)).nonzero()[:, 0].tolist():
         raise RuntimeError(f"After the logits processor {name} no token can be chosen in rows {dead}: all their logits "
                            "are -inf, or one is NaN.")
     return result

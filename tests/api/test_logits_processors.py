@@ -386,6 +386,16 @@ def test_failing_apply_ends_its_step_only(fault: Any, message: str) -> None:
     assert_clean(engine)
 
 
+def test_processors_are_not_blamed_for_the_model() -> None:
+    """A row that had no choice before them ends as it would without them: here, a model that says NaN."""
+    tokens = []
+    for processors in (None, [Processor]):
+        llm = scripted_llm(TOKENIZER, lambda r: torch.full((len(TOKENIZER),), float("nan")),
+                           logits_processors=processors)
+        tokens.append(llm.generate("x", greedy(2, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids)
+    assert tokens[0] == tokens[1]
+
+
 def test_failing_update_leaves_the_others_consistent() -> None:
     """P13: processors behind the one that failed never heard of that step; `replay` would notice a wrong sequel."""
     class Failing(Processor):
