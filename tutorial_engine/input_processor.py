@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tutorial_engine.config import GENERATION_KEYS, EngineConfig
-from tutorial_engine.exceptions import ChatTemplateResolutionError, VLLMValidationError
+from tutorial_engine.exceptions import ChatTemplateResolutionError, VLLMClientError, VLLMValidationError
 from tutorial_engine.inputs import parse_prompt
 from tutorial_engine.request import Request
 from tutorial_engine.sampling_params import SamplingParams
@@ -171,6 +171,7 @@ class InputProcessor:
         """A copy of `params` that fits this model, with max_tokens set and the model's further EOS ids added."""
         # Fields may have been set since the object was made, so they are checked once more.
         params = dataclasses.replace(params)
+        self._check_with_processors(params)
         if params.stop or params.bad_words or params.structured_outputs:
             self._check_tokenizer("stop strings, bad_words or structured_outputs", "use what speaks of token ids")
         if params.prompt_logprobs is not None:
@@ -196,6 +197,22 @@ class InputProcessor:
         if not params.ignore_eos:
             params.stop_token_ids = list(dict.fromkeys([*params.stop_token_ids, *self.extra_eos_ids]))
         return params
+
+    def _check_with_processors(self, params: SamplingParams) -> None:
+        """Let the engine's logits processors look at the parameters, and refuse what only they could read."""
+        processors = self.config.args.logits_processors or []
+        if params.extra_args and not processors:
+            raise VLLMValidationError("extra_args is read by custom logits processors only, and this engine has none: "
+                                      "build it with logits_processors=[...], or leave extra_args None.",
+                                      parameter="extra_args", value=params.extra_args)
+        for processor in processors:
+            try:
+                processor.validate_params(params)
+            except VLLMClientError:
+                raise
+            except Exception as error:  # whatever the processor raises, it is these parameters that it refuses
+                raise VLLMValidationError(f"The logits processor {processor.__name__} refuses the parameters: {error}",
+                                          parameter="extra_args", value=params.extra_args) from error
 
     def _check_something_allowed(self, params: SamplingParams, masked: frozenset[int], bad_words: list[list[int]]
                                  ) -> None:

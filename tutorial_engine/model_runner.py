@@ -21,6 +21,7 @@ from tutorial_engine.attention import AttentionMetadata
 from tutorial_engine.block_manager import cdiv
 from tutorial_engine.config import EngineConfig
 from tutorial_engine.kv_cache import KVCache, available_kv_cache_bytes, size_kv_cache
+from tutorial_engine.logits_processor import make_processors
 from tutorial_engine.models.decoder import Decoder
 from tutorial_engine.models.loader import ModelSource
 from tutorial_engine.sampler import LogprobsLists, Sampler, SamplingMetadata
@@ -96,7 +97,7 @@ class ModelRunner:
         self._load = load
         self.model: Decoder | None = load()
         self.device, self.dtype = self.model.device, self.model.dtype
-        self.sampler = Sampler(config.args.logprobs_mode)
+        self.sampler = Sampler(config.args.logprobs_mode, make_processors(config, self.device))
         available = available_kv_cache_bytes(config, self.device, self._activation_bytes())
         self.num_gpu_blocks, self.max_model_len = size_kv_cache(config, self.model.config, self.dtype, available)
         self._model_config = self.model.config

@@ -1,7 +1,7 @@
 """The sampler: from logits to one token per row, and what to report about it.
 
-    raw logits -> grammar -+-> allowed ids, logit_bias, min_tokens -> penalties -> bad words -> temperature -> min_p
-                           |                                              -> top_k -> top_p -> Gumbel-max -> token
+    raw logits -> grammar -+-> allowed ids, logit_bias, min_tokens -> penalties -> bad words -> custom processors
+                           |                   -> temperature -> min_p -> top_k -> top_p -> Gumbel-max -> token
                            +-> logprobs (by default of the raw logits: what the model thought, not what the knobs
                                made of it; a grammar is no knob, so what it forbids has -inf there too)
 
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tutorial_engine.logits_processor import ProcessorPipeline
 from tutorial_engine.request import Request
 from tutorial_engine.sampling_params import SamplingParams
 from tutorial_engine.structured_outputs import NO_TOKEN, apply_grammars, rows_without_choice
@@ -77,10 +78,12 @@ class Sampler:
 
     Args:
         logprobs_mode: which values are reported, see `EngineArgs`.
+        processors: the engine's custom logits processors.
     """
 
-    def __init__(self, logprobs_mode: str = "raw_logprobs") -> None:
+    def __init__(self, logprobs_mode: str = "raw_logprobs", processors: ProcessorPipeline | None = None) -> None:
         self.logprobs_mode = logprobs_mode
+        self.processors = processors or ProcessorPipeline()
 
     def __call__(self, logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[list[int], LogprobsLists | None]:
         """Args: logits [rows, vocab_size] float32, not kept. Returns: (token id per row, logprobs or None).
@@ -94,6 +97,7 @@ class Sampler:
         apply_token_rules(logits, metadata)
         apply_penalties(logits, metadata)
         apply_bad_words(logits, metadata)
+        logits = self.processors.apply(logits, metadata.requests, metadata.random_rows)
         sampled = logits.argmax(dim=-1)
         if metadata.random_rows:
             rows = torch.tensor(metadata.random_rows, device=logits.device)

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how a request wants its tokens chosen, and when it wants to stop.
+"""`SamplingParams`: how a request wants its tokens chosen, and when it wants to stop. `BeamSearchParams` beside it.
 
 Owns: the fields, their defaults and their ranges. Does not own: what the fields do to the logits (`sampler.py`), to the
 text (`detokenizer.py`) or to the length of a request (`scheduler.py`). Names, order, defaults and ranges are vLLM's.
@@ -39,10 +39,11 @@ MAX_NESTING = 64  # of a structured output's description: compilers work on it r
 # Keywords people bring from elsewhere, and what to tell them.
 _REMOVED = {
     "best_of": "vLLM removed it: ask for n completions and rank them by cumulative_logprob.",
-    "use_beam_search": "vLLM moved it out of SamplingParams, to LLM.beam_search, which this engine does not have.",
-    "length_penalty": "It belonged to beam search, which is no longer a sampling parameter.",
-    "early_stopping": "It belonged to beam search, which is no longer a sampling parameter.",
-    "logits_processors": "vLLM has no per-request processors any more; they are given to the engine.",
+    "use_beam_search": "vLLM moved it out of SamplingParams: call LLM.beam_search with BeamSearchParams.",
+    "length_penalty": "It belongs to beam search, which moved out of SamplingParams: see BeamSearchParams.",
+    "early_stopping": "It belonged to beam search, which is no longer a sampling parameter and has no such option.",
+    "logits_processors": "vLLM has no per-request processors any more; classes are given to the engine: "
+                         "LLM(logits_processors=[...]).",
     "guided_decoding": "vLLM renamed it to structured_outputs.",
     "truncate_prompt_tokens": "Pass it in tokenization_kwargs of generate() instead.",
 }
@@ -160,6 +161,7 @@ class SamplingParams:
         seed: makes a request reproducible whatever else is in its batch; None draws a seed at admission.
         stop: strings that end the text; the match is cut off unless include_stop_str_in_output.
         max_tokens: at most this many output tokens, 16 unless said; None: up to the context limit.
+        extra_args: values for custom logits processors; refused by an engine that has none.
         logprobs, prompt_logprobs: None, -1 (whole vocabulary) or the number of alternatives per position.
 
     Raises:
@@ -294,7 +296,10 @@ class SamplingParams:
         if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
             _fail("structured_outputs", self.structured_outputs, "must be a StructuredOutputsParams")
         if self.extra_args is not None:
-            _fail("extra_args", self.extra_args, "is read by custom logits processors only, and this engine has none")
+            if not isinstance(self.extra_args, dict):
+                _fail("extra_args", self.extra_args, "must be a dict, of values for custom logits processors")
+            _check_extra(self.extra_args)
+            self.extra_args = dict(self.extra_args)
         if self.spaces_between_special_tokens is not True:
             _fail("spaces_between_special_tokens", self.spaces_between_special_tokens,
                   "is not in this engine; leave it True")
@@ -309,6 +314,42 @@ class SamplingParams:
     def clone(self) -> SamplingParams:
         """A deep copy, so that a request may be changed without changing its caller's object."""
         return copy.deepcopy(self)
+
+
+@dataclass
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`; names and defaults are vLLM's.
+
+    Args:
+        beam_width: sequences kept at each step, and returned.
+        max_tokens: longest generation, in tokens.
+        ignore_eos: let a beam go on after an EOS.
+        temperature: in [0, 2]. Scores never depend on it. Above 0 each beam also draws a token, as any request does,
+            which becomes a candidate if it is not among the beam's 2 * beam_width most likely ones anyway.
+        length_penalty: exponent of the length in the score, in [-50, 50]: 0 compares sums of log-probabilities, 1 their
+            means; larger values favour longer sequences.
+        include_stop_str_in_output: keep the text of the EOS that ended a beam.
+
+    Raises:
+        VLLMValidationError: a value out of range; `.parameter` names it. TypeError: not a number.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        self.beam_width = _check_int("beam_width", self.beam_width, 1)
+        self.max_tokens = _check_int("max_tokens", self.max_tokens, 1)
+        self.temperature = _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        # The length of any context to the power of 50 is still a float.
+        self.length_penalty = _check_float("length_penalty", self.length_penalty, -50.0, 50.0)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                _fail(name, getattr(self, name), "must be True or False")
 
 
 def _fail(name: str, value: Any, rule: str) -> None:
@@ -334,6 +375,16 @@ def _is_too_deep(value: Any) -> bool:
         containers = [node for node in level if isinstance(node, (dict, list))]
         level = [child for node in containers for child in (node.values() if isinstance(node, dict) else node)]
     return any(isinstance(node, (dict, list)) for node in level)
+
+
+def _check_extra(value: Any) -> None:
+    """Integers at any depth must fit into 64 bits: they may have to cross a process border or enter a tensor."""
+    if isinstance(value, numbers.Integral):
+        if not -(2**63) <= int(value) < 2**64:
+            _fail("extra_args", value, "must hold integers of at most 64 bits")
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_extra(item)
 
 
 def _check_list(name: str, value: Any) -> list[Any]:
