@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tutorial_engine.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from tutorial_engine.config import AsyncEngineArgs as AsyncEngineArgs
     from tutorial_engine.config import EngineArgs as EngineArgs
     from tutorial_engine.llm_engine import LLMEngine as LLMEngine
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "llm",
     "LLMEngine": "llm_engine",
+    "AsyncLLMEngine": "async_llm",
     "EngineArgs": "config",
     "AsyncEngineArgs": "config",
     "SamplingParams": "sampling_params",

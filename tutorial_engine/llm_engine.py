@@ -133,10 +133,10 @@ class LLMEngine:
         try:
             result = self.model_runner.execute_model(plan)
         except BaseException as error:
-            self._fail_step(plan)
+            failed = self._fail_step(plan)
             if isinstance(error, Exception):
                 raise EngineGenerateError(f"The model failed in a step of {len(plan.scheduled)} request(s), which are "
-                                          f"ended: {type(error).__name__}: {error}") from error
+                                          f"ended: {type(error).__name__}: {error}", failed) from error
             raise  # an interrupt from the keyboard stays one
         tables = self._block_tables(plan) if self.listeners else {}
         kept = self.scheduler.update_from_output(plan, result.sampled_token_ids)
@@ -146,14 +146,15 @@ class LLMEngine:
             listener(self.scheduler, plan, tables, kept)
         return outputs
 
-    def _fail_step(self, plan: SchedulerOutput) -> None:
+    def _fail_step(self, plan: SchedulerOutput) -> list[str]:
         """End the requests of a step that failed, and with each the other completions of its prompt: without their
-        sibling they could never be handed out."""
+        sibling they could never be handed out. Returns the ids they were added with."""
         parents = dict.fromkeys(self.output_processor.states[i].parent for i in plan.scheduled)
         self.scheduler.discard_step(plan)
         internal_ids = [request.request_id for parent in parents for request in parent.requests]
         self.scheduler.finish_requests(internal_ids, RequestStatus.FINISHED_ERROR)
         self.output_processor.forget(internal_ids)
+        return [parent.request_id for parent in parents]
 
     def _check_progress(self, plan: SchedulerOutput) -> None:
         """Turn waiting for ever into an error that says who waits for what."""
@@ -164,22 +165,28 @@ class LLMEngine:
         stuck = str([*self.scheduler.running, *self.scheduler.waiting])  # as they are now, before they are aborted
         manager = self.scheduler.kv_cache_manager
         reasons = "; ".join(f"{i}: {why}" for i, why in plan.waiting_reasons.items())
-        self.abort_request([state.parent.request_id for state in self.output_processor.states.values()])
+        aborted = self.abort_request(state.parent.request_id for state in self.output_processor.states.values())
         raise EngineGenerateError(
             f"No request could make progress in {MAX_IDLE_STEPS} steps. Stuck: {stuck}. Pool: "
             f"{manager.block_pool.get_num_free_blocks()} of {self.num_gpu_blocks - 1} blocks free. {reasons}. "
-            "The stuck requests were aborted.")
+            "The stuck requests were aborted.", dict.fromkeys(output.request_id for output in aborted))
 
     def _block_tables(self, plan: SchedulerOutput) -> dict[str, list[int]]:
         manager = self.scheduler.kv_cache_manager
         return {request_id: manager.get_block_ids(request_id) for request_id in manager.req_to_blocks}
 
-    def abort_request(self, request_ids: Iterable[str]) -> None:
-        """End requests by the ids they were added with, and free their blocks at once. Unknown ids are ignored."""
+    def abort_request(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """End requests by the ids they were added with, and free their blocks at once. Unknown ids are ignored.
+
+        Returns:
+            The last outputs of these requests: what was said so far, with the finish_reason "abort".
+        """
+        outputs: list[RequestOutput] = []
         for request_id in list(request_ids):
             internal_ids = self.output_processor.internal_ids(request_id)
             self.scheduler.finish_requests(internal_ids, RequestStatus.FINISHED_ABORTED)
-            self.output_processor.forget(internal_ids)
+            outputs += self.output_processor.abort(internal_ids)
+        return outputs
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()
@@ -202,10 +209,12 @@ class LLMEngine:
 
     def close(self) -> None:
         """End all requests and give the memory back. Closing twice does no harm."""
-        if self.model_runner is not None:
-            self.abort_request([state.parent.request_id for state in self.output_processor.states.values()])
-            self.model_runner.close()
-            self.model_runner = None
+        runner, self.model_runner = self.model_runner, None
+        if runner is not None:
+            try:
+                self.abort_request(state.parent.request_id for state in self.output_processor.states.values())
+            finally:
+                runner.close()
 
     def _check_alive(self) -> None:
         if self.model_runner is None:

@@ -115,9 +115,14 @@ class OutputProcessor:
         return len({id(state.parent) for state in self.states.values()})
 
     def forget(self, internal_ids: list[str]) -> None:
-        """Drop requests that end without an output (aborted, failed)."""
+        """Drop requests that end without an output (failed)."""
         for internal_id in internal_ids:
             self.states.pop(internal_id, None)
+
+    def abort(self, internal_ids: list[str]) -> list[RequestOutput]:
+        """Drop requests that the scheduler has aborted, and return what there is of them."""
+        outputs = [self._make_output(self.states.pop(internal_id)) for internal_id in internal_ids]
+        return [output for output in outputs if output is not None]
 
     def process(self, plan: SchedulerOutput, result: ModelRunnerOutput, kept: dict[str, list[int]]
                 ) -> tuple[list[RequestOutput], list[str]]:
@@ -192,4 +197,4 @@ class OutputProcessor:
             prompt_logprobs=prompt_logprobs, outputs=completions,
             finished=len(parent.finished) == len(parent.requests),
             metrics=dataclasses.replace(state.stats) if self.log_stats else None,
-            num_cached_tokens=parent.requests[0].num_cached_tokens)
+            num_cached_tokens=max(parent.requests[0].num_cached_tokens, 0))  # -1: aborted before it was scheduled
