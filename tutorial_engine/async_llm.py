@@ -50,6 +50,7 @@ from tutorial_engine.sampling_params import RequestOutputKind, SamplingParams
 logger = logging.getLogger(__name__)
 
 PAUSE_MODES = ("abort", "wait", "keep")
+CALLERS_ERRORS = (VLLMError, TypeError, ValueError)  # what a command may raise without harm to the engine
 
 
 class RequestOutputCollector:
@@ -124,8 +125,8 @@ class EngineThread:
     # The event loop's side
 
     def post(self, function: Callable[..., Any], *args: Any, future: Future[Any] | None = None) -> None:
-        """Have the thread call `function(*args)` before its next step. The future gets what it returns or raises;
-        without one, an error is the end of the engine.
+        """Have the thread call `function(*args)` before its next step. The future gets what it returns or raises. An
+        error that is not the caller's fault, or that nobody waits for, is the end of the engine.
 
         Raises:
             EngineDeadError: the thread has ended.
@@ -178,11 +179,15 @@ class EngineThread:
                     future.set_result(command())
                 except BaseException as error:
                     future.set_exception(error)
+                    if not isinstance(error, CALLERS_ERRORS):
+                        raise
 
     def _step(self) -> None:
         try:
             outputs = self.engine.step()
         except EngineGenerateError as error:
+            if not error.request_ids:
+                raise  # nobody would be told, and somebody would wait for ever
             for engine_id in error.request_ids:
                 self._collectors.pop(engine_id).put(error)
         else:
@@ -240,7 +245,7 @@ class EngineThread:
             engine_id = f"{collector.request_id}#{next(self._suffixes)}"
         try:
             self.engine.add_request(engine_id, prompt, params, arrival_time, **kwargs)
-        except (VLLMError, TypeError, ValueError):
+        except CALLERS_ERRORS:
             raise
         except Exception as error:
             self.engine.abort_request([engine_id])

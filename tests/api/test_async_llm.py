@@ -63,12 +63,11 @@ def alphabet(request: Request) -> int:
 class Gate:
     """Holds the model at the begin of a step: `await gate.reached()`, look around, `gate.open()`."""
 
-    def __init__(self, steps: int = 10**9) -> None:
-        self.closed_steps, self.arrived, self.go = steps, threading.Semaphore(0), threading.Semaphore(0)
+    def __init__(self, closed: bool = True) -> None:
+        self.closed, self.arrived, self.go = closed, threading.Semaphore(0), threading.Semaphore(0)
 
     def __call__(self, plan: SchedulerOutput) -> None:
-        if self.closed_steps > 0:
-            self.closed_steps -= 1
+        if self.closed:
             self.arrived.release()
             assert self.go.acquire(timeout=TIMEOUT)
 
@@ -79,7 +78,7 @@ class Gate:
         self.go.release()
 
     def open(self) -> None:
-        self.closed_steps = 0
+        self.closed = False
         self.go.release()
 
 
@@ -293,6 +292,18 @@ def test_requests_share_their_steps() -> None:
         run(main(llm))
 
 
+def test_newcomers_do_not_keep_the_others_from_their_steps() -> None:
+    async def main(llm: AsyncLLM) -> None:
+        def again() -> None:
+            llm._thread.post(again)  # there is always one more command in the queue
+
+        llm._thread.post(again)
+        assert texts(await collect(llm, "p", greedy(9)), CUMULATIVE) == {0: "abcdefghi"}
+
+    with serving() as llm:
+        run(main(llm))
+
+
 def test_one_loop_after_another_and_several_threads() -> None:
     """It belongs to no event loop."""
     with serving() as llm:
@@ -447,6 +458,28 @@ def test_an_engine_that_fails_outside_of_the_model_is_dead_for_everyone() -> Non
         run(main(llm))
 
 
+@pytest.mark.parametrize("where", ["step", "command"])
+def test_errors_that_are_nobodys_end_the_engine(where: str) -> None:
+    """A5: better dead than waited for."""
+    def fail() -> None:
+        raise AssertionError("a table names a free block")
+
+    def failure_without_names(*args: Any) -> None:
+        raise EngineGenerateError("whose?")
+
+    async def main(llm: AsyncLLM) -> None:
+        if where == "step":
+            llm.llm_engine.listeners.append(failure_without_names)
+        else:
+            with pytest.raises(AssertionError, match="a table names"):
+                await llm._thread.call(fail)
+        with pytest.raises(EngineDeadError, match="whose" if where == "step" else "AssertionError: a table names"):
+            await collect(llm, "p", greedy(3))
+
+    with serving() as llm:
+        run(main(llm))
+
+
 # Leaving early
 
 
@@ -528,17 +561,19 @@ def test_cancelling_before_the_engine_has_seen_the_request(let_it_in: bool) -> N
 
 
 def test_a_late_leaver_does_not_end_another_request_of_its_name() -> None:
-    async def main(llm: AsyncLLM) -> None:
-        stream = llm.generate("p", greedy(3), "same")
-        outputs = [await anext(stream)]
-        while not outputs[-1].finished:
-            outputs.append(await anext(stream))
-        other = llm.generate("p", greedy(9, output_kind=DELTA), "same")
-        pieces = [await anext(other)]
-        await stream.aclose()  # at its last output, when the engine's name is already the other's
-        assert texts(pieces + [o async for o in other], DELTA) == {0: "abcdefghi"}
+    gate = Gate(closed=False)
 
-    with serving() as llm:
+    async def main(llm: AsyncLLM) -> None:
+        stream = llm.generate("p", greedy(3, output_kind=FINAL_ONLY), "same")
+        assert (await anext(stream)).finished  # the generator stands at its last output
+        gate.closed = True
+        other = asyncio.create_task(collect(llm, "p", greedy(9, output_kind=DELTA), "same"))
+        await gate.reached()
+        await stream.aclose()
+        gate.open()
+        assert texts(await other, DELTA) == {0: "abcdefghi"}
+
+    with serving(gate=gate) as llm:
         run(main(llm))
 
 
