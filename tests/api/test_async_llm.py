@@ -280,8 +280,10 @@ def test_requests_share_their_steps() -> None:
             await gate.reached()
             gate.step()
             await gate.reached()  # step 2 of the first runs
-            second = asyncio.create_task(collect(llm, "q", greedy(3), "second"))
+            params = greedy(3)
+            second = asyncio.create_task(collect(llm, "q", params, "second"))
             await asyncio.sleep(0)  # the task begins and queues its command
+            params.max_tokens = 1  # too late to matter
             gate.open()
             await asyncio.gather(first, second)
             await settled(llm)
@@ -881,6 +883,7 @@ def test_shutdown_during_generation() -> None:
     async def main(llm: AsyncLLM) -> None:
         tasks = [asyncio.create_task(collect(llm, "p", greedy(50), name)) for name in "ab"]
         await gate.reached()
+        runner = llm.llm_engine.model_runner
         llm.shutdown(timeout=0)  # asked for; the step is still held
         gate.open()
         llm.shutdown()
@@ -890,7 +893,7 @@ def test_shutdown_during_generation() -> None:
             await collect(llm, "p", greedy(1))
         llm.shutdown()
         assert_clean(llm.llm_engine)
-        assert llm.llm_engine.model_runner is None
+        assert llm.llm_engine.model_runner is None and len(runner.plans) == 1
 
     with serving(gate=gate) as llm:
         run(main(llm))
