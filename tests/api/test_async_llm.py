@@ -640,7 +640,7 @@ def test_leaving_at_random_moments(seed: int) -> None:
             await settled(llm)
         assert texts(await collect(llm, "p", greedy(4)), CUMULATIVE) == {0: "abcd"}
 
-    with serving(num_gpu_blocks=25, max_num_batched_tokens=16) as llm:
+    with serving(num_gpu_blocks=17, max_num_batched_tokens=8) as llm:
         run(main(llm))
 
 
