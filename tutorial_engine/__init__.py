@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from tutorial_engine.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from tutorial_engine.config import AsyncEngineArgs as AsyncEngineArgs
     from tutorial_engine.config import EngineArgs as EngineArgs
-    from tutorial_engine.llm_engine import LLMEngine as LLMEngine
     from tutorial_engine.inputs import PromptType as PromptType
     from tutorial_engine.inputs import TextPrompt as TextPrompt
     from tutorial_engine.inputs import TokensPrompt as TokensPrompt
     from tutorial_engine.llm import LLM as LLM
+    from tutorial_engine.llm_engine import LLMEngine as LLMEngine
     from tutorial_engine.outputs import CompletionOutput as CompletionOutput
     from tutorial_engine.outputs import RequestOutput as RequestOutput
     from tutorial_engine.sampling_params import SamplingParams as SamplingParams

@@ -30,7 +30,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -164,7 +164,8 @@ class EngineThread:
         self._die(cause)
 
     def _can_step(self) -> bool:
-        return self.pause_mode != "keep" and self.engine.has_unfinished_requests()
+        return (self.pause_mode != "keep" and not self.engine.is_sleeping()
+                and self.engine.has_unfinished_requests())
 
     def _run_commands(self) -> None:
         """Those that are there now, not those that come meanwhile: newcomers must not keep the others from a step."""
@@ -401,6 +402,27 @@ class AsyncLLM:
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached blocks; False if requests hold some. See `LLMEngine.reset_prefix_cache`."""
         return await self._thread.call(self.llm_engine.reset_prefix_cache, reset_running_requests, reset_connector)
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pause as `pause_generation` does, and give memory back until `wake_up`. See `LLMEngine.sleep`."""
+        await self.pause_generation(mode=mode, clear_cache=False)
+        try:
+            await self._thread.call(self.llm_engine.sleep, level, "keep")
+        except BaseException:
+            await self.resume_generation()
+            raise
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Undo `sleep`, wholly or by parts; fully awake, the engine takes up its requests again."""
+        if await self._thread.call(self.llm_engine.wake_up, tags):
+            await self.resume_generation()
+
+    async def is_sleeping(self) -> bool:
+        return await self._thread.call(self.llm_engine.is_sleeping)
+
+    async def do_log_stats(self) -> None:
+        """Write the line with the throughput since the last one to the log now."""
+        await self._thread.call(self.llm_engine.do_log_stats)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine has ended."""

@@ -40,7 +40,8 @@ class TileGroup:
     Attributes:
         rows: rows of the step's query tensor, [B * Q] or a slice if they lie together; padding repeats a tile's first.
         out_rows: the same without the padding.
-        block_rows: index for `KVCache.gather`; short tables are padded with the null block.
+        block_rows: index for `KVCache.gather`; short tables are padded with the null block, whose
+            slots are zeros or padding's.
         mask: [B, 1, Q, T] added to the scores: 0 where a query may look, -inf elsewhere.
         keep: [n] positions in B * Q that are real queries, or None if all are.
         num_tiles, num_queries: B and Q.

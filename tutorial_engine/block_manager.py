@@ -24,9 +24,11 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tutorial_engine.kv_events import MAX_KEPT_EVENTS, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from tutorial_engine.request import Request, RequestStatus
 
 logger = logging.getLogger(__name__)
@@ -116,11 +118,13 @@ class BlockPool:
     Args:
         num_gpu_blocks: number of blocks, the null block included; at least 2.
         enable_caching: whether full blocks can be found again.
+        enable_kv_cache_events: note what enters and leaves the cache, for `take_events`.
     """
 
-    def __init__(self, num_gpu_blocks: int, enable_caching: bool) -> None:
+    def __init__(self, num_gpu_blocks: int, enable_caching: bool, enable_kv_cache_events: bool = False) -> None:
         self.num_gpu_blocks = num_gpu_blocks
         self.enable_caching = enable_caching
+        self.events: deque[KVCacheEvent] | None = deque(maxlen=MAX_KEPT_EVENTS) if enable_kv_cache_events else None
         self.blocks = [KVCacheBlock(i) for i in range(num_gpu_blocks)]
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
         # Two requests may compute the same content at the same time, so a hash can have several blocks.
@@ -146,6 +150,8 @@ class BlockPool:
             del same[block.block_id]
             if not same:
                 del self.cached_block_hash_to_block[block.block_hash]
+                if self.events is not None:
+                    self.events.append(BlockRemoved([block.block_hash]))
             block.block_hash = block.key = None
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
@@ -192,7 +198,16 @@ class BlockPool:
         self.cached_block_hash_to_block.clear()
         for block in self.blocks:
             block.block_hash = block.key = None
+        if self.events is not None:
+            self.events.append(AllBlocksCleared())
         return True
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Events since the last call, the oldest first."""
+        taken = list(self.events or ())
+        if self.events:
+            self.events.clear()
+        return taken
 
 
 @dataclass
@@ -225,15 +240,16 @@ class KVCacheManager:
         max_model_len: no table grows past ceil(max_model_len / block_size) blocks.
         enable_caching: share blocks of equal prefixes.
         watermark: fraction of the blocks kept free when a request is admitted while others run.
+        enable_kv_cache_events: see `BlockPool`.
     """
 
     def __init__(self, num_gpu_blocks: int, block_size: int, max_model_len: int, enable_caching: bool = True,
-                 watermark: float = 0.0) -> None:
+                 watermark: float = 0.0, enable_kv_cache_events: bool = False) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
         self.watermark_blocks = int(watermark * num_gpu_blocks)
-        self.block_pool = BlockPool(num_gpu_blocks, enable_caching)
+        self.block_pool = BlockPool(num_gpu_blocks, enable_caching, enable_kv_cache_events)
         self.prefix_cache_stats = PrefixCacheStats()
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         self.num_cached_blocks: dict[str, int] = {}  # per request: leading blocks already registered by content
@@ -312,9 +328,23 @@ class KVCacheManager:
         first = self.num_cached_blocks[request.request_id]
         last = max(first, min(num_computed_tokens, request.num_tokens) // self.block_size)
         for i in range(first, last):
+            self._note_stored(request, i)
             self.block_pool.cache_block(table[i], request.block_hashes[i], self._content(request, i))
         self.newly_cached += table[first:last]
         self.num_cached_blocks[request.request_id] = last
+
+    def _note_stored(self, request: Request, i: int) -> None:
+        """An event for logical block i, if its content is new to the cache. Neighbours share one."""
+        events, block_hash = self.block_pool.events, request.block_hashes[i]
+        if events is None or block_hash in self.block_pool.cached_block_hash_to_block:
+            return
+        tokens = request.all_token_ids[i * self.block_size:(i + 1) * self.block_size]
+        parent = request.block_hashes[i - 1] if i else None
+        if events and isinstance(events[-1], BlockStored) and events[-1].block_hashes[-1] == parent:
+            events[-1].block_hashes.append(block_hash)
+            events[-1].token_ids.extend(tokens)
+        else:
+            events.append(BlockStored([block_hash], parent, tokens, self.block_size))
 
     def commit_step(self) -> None:
         """The model has run: what was registered in this step is now really in the cache."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tutorial_engine.exceptions import VLLMValidationError
+from tutorial_engine.kv_events import KVEventsConfig
 
 DEFAULT_BLOCK_SIZE = 16
 DTYPES = ("float32", "float16", "bfloat16")
@@ -39,12 +40,10 @@ _NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "data_parallel_size": (1,),
     "speculative_config": (None,),
     "enable_lora": (False, None),
-    "enable_sleep_mode": (False,),
     "async_scheduling": (None, False),
     "logits_processors": (None,),
     "hf_overrides": (None, {}),
     "cpu_offload_gb": (0,),
-    "skip_tokenizer_init": (False,),
 }
 
 
@@ -78,6 +77,9 @@ class EngineArgs:
         disable_log_stats: keep no per-request timestamps (`RequestOutput.metrics` is None).
         enforce_eager: no CUDA graphs; a CPU always runs eagerly.
         chat_template: Jinja text or path of a file that replaces the model's own template.
+        skip_tokenizer_init: work with token ids only; texts stay empty.
+        enable_sleep_mode: nothing to prepare here: `sleep` gives memory back either way.
+        kv_events_config: note what enters and leaves the prefix cache, see `KVEventsConfig`.
     """
 
     model: str = ""
@@ -106,6 +108,9 @@ class EngineArgs:
     disable_log_stats: bool = True
     enforce_eager: bool = False
     chat_template: str | None = None
+    skip_tokenizer_init: bool = False
+    enable_sleep_mode: bool = False
+    kv_events_config: Any = None  # a KVEventsConfig from here on
     # Accepted with their neutral value only, see _NEUTRAL_ONLY.
     tokenizer_mode: str = "auto"
     trust_remote_code: bool = False
@@ -117,12 +122,10 @@ class EngineArgs:
     data_parallel_size: int = 1
     speculative_config: dict | None = None
     enable_lora: bool | None = False
-    enable_sleep_mode: bool = False
     async_scheduling: bool | None = None
     logits_processors: list | None = None
     hf_overrides: dict | None = None
     cpu_offload_gb: float = 0
-    skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
         for name, neutral in _NEUTRAL_ONLY.items():
@@ -131,8 +134,9 @@ class EngineArgs:
         for name in ("model", "tokenizer", "revision", "tokenizer_revision", "generation_config", "chat_template"):
             self._check_type(name, str, "text")
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "scheduler_reserve_full_isl",
-                     "disable_log_stats", "enforce_eager"):
+                     "disable_log_stats", "enforce_eager", "skip_tokenizer_init", "enable_sleep_mode"):
             self._check_type(name, bool, "True or False")
+        self.kv_events_config = KVEventsConfig.from_argument(self.kv_events_config)
         self.dtype = str(self.dtype).removeprefix("torch.")
         _check_choice("dtype", self.dtype, ("auto", *DTYPES, "float", "half"))
         self.dtype = {"float": "float32", "half": "float16"}.get(self.dtype, self.dtype)

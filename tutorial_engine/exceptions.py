@@ -53,10 +53,10 @@ class ModelLoadError(VLLMError, ValueError):
 
 
 class EngineGenerateError(VLLMError):
-    """Requests failed while they were being served. The others go on, and the engine can take the next ones.
+    """Requests failed while they were being served. The engine can take the next ones.
 
-    Args:
-        request_ids: the requests that are lost, by the ids they were added with.
+    Attributes:
+        request_ids: the ids, as they were added, of the requests that ended; a client waits in vain for these only.
     """
 
     def __init__(self, message: str, request_ids: Iterable[str] = ()) -> None:

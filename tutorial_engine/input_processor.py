@@ -34,7 +34,7 @@ class InputProcessor:
 
     Args:
         config: limits.
-        tokenizer: transformers' fast tokenizer of the model.
+        tokenizer: transformers' fast tokenizer of the model; None to work with token ids only.
         vocab_size: rows of the embedding; ids beyond it do not exist.
         generation_config: the content of generation_config.json, {} if there is none.
     """
@@ -44,7 +44,7 @@ class InputProcessor:
         self.config = config
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        self.eos_token_id: int | None = tokenizer.eos_token_id
+        self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
         extra = generation_config.get("eos_token_id", [])
         self.extra_eos_ids = [i for i in ([extra] if isinstance(extra, int) else extra or [])
                               if i != self.eos_token_id and 0 <= i < vocab_size]
@@ -120,6 +120,8 @@ class InputProcessor:
             raise VLLMValidationError(f"truncation_side must be 'left' or 'right', got {side!r}.",
                                       parameter="truncation_side", value=side)
         is_text = "prompt_token_ids" not in parsed
+        if is_text:
+            self._check_tokenizer("a text as prompt", "pass {'prompt_token_ids': [...]}")
         ids = (self.tokenizer.encode(parsed["prompt"], add_special_tokens=add_special_tokens) if is_text
                else parsed["prompt_token_ids"])
         ids = [int(i) for i in ids]
@@ -135,6 +137,11 @@ class InputProcessor:
             logger.warning("The prompt starts with two BOS tokens: its text has one, and tokenising added another. Use "
                            "chat(), or tokenization_kwargs={'add_special_tokens': False}.")
         return ids
+
+    def _check_tokenizer(self, what: str, instead: str) -> None:
+        if self.tokenizer is None:
+            raise VLLMValidationError(f"This engine was built with skip_tokenizer_init=True, so it cannot take {what}: "
+                                      f"{instead}.", parameter="skip_tokenizer_init", value=True)
 
     def _check_prompt(self, token_ids: Sequence[int]) -> None:
         limit, length = self.config.max_model_len, len(token_ids)
@@ -160,6 +167,8 @@ class InputProcessor:
         """A copy of `params` that fits this model, with max_tokens set and the model's further EOS ids added."""
         # Fields may have been set since the object was made, so they are checked once more.
         params = dataclasses.replace(params)
+        if params.stop or params.bad_words:
+            self._check_tokenizer("stop strings and bad_words", "use stop_token_ids and logit_bias")
         if params.prompt_logprobs is not None:
             params.skip_reading_prefix_cache = True  # what a hit spares us is the very thing that is asked for
         for name in ("logprobs", "prompt_logprobs"):
@@ -221,6 +230,7 @@ class InputProcessor:
         Raises:
             ChatTemplateResolutionError: no template. VLLMValidationError: the template refuses, or bad messages.
         """
+        self._check_tokenizer("conversations", "render them yourself, and pass token ids to generate()")
         template = _read_template(chat_template or self.config.args.chat_template)
         if template is None and self.tokenizer.chat_template is None:
             raise ChatTemplateResolutionError(

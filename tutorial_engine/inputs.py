@@ -51,6 +51,9 @@ def parse_prompt(prompt: Any) -> dict[str, Any]:
         raise TypeError("Prompt should be a string, list of tokens, or dictionary, "
                         f"but this one is a {type(prompt).__name__}.")
     prompt = {key: value for key, value in prompt.items() if value is not None}
+    if "role" in prompt:
+        raise TypeError("Prompt dictionary has a 'role', so it is a message of a conversation: use chat(), which lays "
+                        "messages out with the model's template.")
     if unknown := sorted(prompt.keys() - _KNOWN_KEYS):
         raise TypeError(f"Prompt dictionary has keys that this engine does not have: {unknown}. "
                         f"It knows {sorted(_KNOWN_KEYS)}.")

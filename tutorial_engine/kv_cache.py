@@ -103,7 +103,8 @@ class KVCache:
                  ) -> None:
         self.num_blocks, self.num_kv_heads, self.block_size = num_blocks, model.num_key_value_heads, block_size
         shape = (model.num_hidden_layers, num_blocks, self.num_kv_heads, block_size, model.head_dim)
-        self.key, self.value = (_zeros(shape, dtype, device).unbind(0) for _ in range(2))
+        self._all = [_zeros(shape, dtype, device) for _ in range(2)]
+        self.key, self.value = (tensor.unbind(0) for tensor in self._all)
         self.num_bytes = num_blocks * block_size * kv_bytes_per_token(model, dtype)
 
     def head_rows(self, slot_mapping: torch.Tensor) -> torch.Tensor:
@@ -129,6 +130,11 @@ class KVCache:
         head_dim = key.shape[-1]
         self.key[layer].view(-1, head_dim).index_copy_(0, head_rows, key.reshape(-1, head_dim))
         self.value[layer].view(-1, head_dim).index_copy_(0, head_rows, value.reshape(-1, head_dim))
+
+    def clear(self, blocks: torch.Tensor) -> None:
+        """Zero whole blocks in every layer. blocks: [n] int64."""
+        for tensor in self._all:
+            tensor.index_fill_(1, blocks, 0)
 
     def block_rows(self, blocks: torch.Tensor) -> torch.Tensor:
         """Index for `gather`. blocks: [tiles, num_blocks] int64 -> [tiles * num_kv_heads * num_blocks]."""

@@ -17,10 +17,12 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from tutorial_engine.config import EngineArgs
-from tutorial_engine.llm_engine import LLMEngine
-from tutorial_engine.exceptions import VLLMValidationError
+from tutorial_engine.exceptions import EngineGenerateError, VLLMValidationError
 from tutorial_engine.inputs import split_prompts
 from tutorial_engine.kv_cache import GIB
+from tutorial_engine.llm_engine import LLMEngine
+from tutorial_engine.metrics import Metric
+from tutorial_engine.models.default_model import DEFAULT_MODEL
 from tutorial_engine.outputs import RequestOutput
 from tutorial_engine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -45,6 +47,7 @@ class LLM:
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **kwargs))
         self._request_ids = itertools.count()
         self._enqueued: dict[str, RequestOutput | None] = {}
+        self._num_completions: dict[str, int] = {}  # of each enqueued prompt, for the bar
 
     def generate(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  use_tqdm: bool | Callable[..., tqdm] = True, lora_request: Any = None,
@@ -93,7 +96,8 @@ class LLM:
                                       value=chat_template_content_format)
         if not isinstance(messages, (list, tuple)):
             raise TypeError("messages should be a list of messages, or a list of such lists, "
-                            f"got {type(messages).__name__}.")
+                            f"got {type(messages).__name__}. A text without roles goes to generate(), or in here as "
+                            "[{'role': 'user', 'content': 'the text'}].")
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         prompts = []
         for conversation in self._bar(use_tqdm, conversations, "Rendering conversations"):
@@ -121,16 +125,21 @@ class LLM:
         try:
             for prompt, p, lora, prio in self._bar(
                     use_tqdm, list(zip(prompts, params, loras, priorities)), "Rendering prompts"):
+                index = len(added)
                 if isinstance(p, SamplingParams):
                     p.output_kind = RequestOutputKind.FINAL_ONLY  # on the caller's object, as vLLM does
                 request_id = str(next(self._request_ids))
                 self.llm_engine.add_request(request_id, prompt, p, lora_request=lora, priority=prio,
                                             tokenization_kwargs=tokenization_kwargs)
                 added.append(request_id)
-        except BaseException:
+        except BaseException as error:
+            if len(prompts) > 1 and isinstance(error, (TypeError, VLLMValidationError)):
+                error.add_note(f"It was prompt {index} of {len(prompts)} (counted from 0); none of them was run.")
             self.llm_engine.abort_request(added)
             raise
         self._enqueued.update(dict.fromkeys(added))
+        for i, p in zip(added, params):
+            self._num_completions[i] = p.n
         return added
 
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: bool | Callable[..., tqdm] = True
@@ -145,13 +154,15 @@ class LLM:
         """Step until these requests are finished. One that is aborted in between has no output."""
         engine, outputs = self.llm_engine, self._enqueued
         pending = {i for i in request_ids if outputs[i] is None}
+        total = sum(self._num_completions[i] for i in pending)
         began, num_input, num_output = time.perf_counter(), 0, 0
         try:
-            with self._bar(use_tqdm, None, "Processed prompts", total=len(pending)) as bar:
+            with self._bar(use_tqdm, None, "Processed prompts", total=total) as bar:
                 while pending and engine.has_unfinished_requests():
-                    for output in engine.step():
-                        if output.request_id in outputs:  # else it was added by hand through llm_engine
-                            outputs[output.request_id] = output
+                    if engine.is_sleeping():
+                        raise EngineGenerateError("The engine sleeps, so it will never be done: call wake_up() first.",
+                                                  pending)
+                    for output in self._keep(engine.step()):
                         if output.request_id not in pending:
                             continue
                         pending.remove(output.request_id)
@@ -160,13 +171,20 @@ class LLM:
                         seconds = time.perf_counter() - began
                         bar.set_postfix_str(f"est. speed input: {num_input / seconds:.2f} toks/s, "
                                             f"output: {num_output / seconds:.2f} toks/s", refresh=False)
-                        bar.update(1)
+                        bar.update(len(output.outputs))
             return [output for i in request_ids if (output := outputs[i]) is not None]
         finally:
             # After an error or an interrupt something is pending: leave the engine as it was before.
             engine.abort_request(pending)
             for request_id in request_ids:
-                del outputs[request_id]
+                del outputs[request_id], self._num_completions[request_id]
+
+    def _keep(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Store what belongs to `enqueue`; the rest was added by hand through llm_engine."""
+        for output in outputs:
+            if output.request_id in self._enqueued:
+                self._enqueued[output.request_id] = output
+        return outputs
 
     @staticmethod
     def _bar(use_tqdm: bool | Callable[..., tqdm], iterable: Any, desc: str, **kwargs: Any) -> tqdm:
@@ -197,6 +215,35 @@ class LLM:
         """Forget all cached blocks; False if requests hold some."""
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
+    def get_metrics(self) -> list[Metric]:
+        """Counters, gauges and histograms under vLLM's names, see `metrics.py`.
+
+        Raises:
+            AssertionError: they are not kept, which is the default offline; build with disable_log_stats=False.
+        """
+        return self.llm_engine.get_metrics()
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give memory back until `wake_up`, see `LLMEngine.sleep`."""
+        self._keep(self.llm_engine.sleep(level, mode))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Undo `sleep`; with tags ("weights", "kv_cache", "scheduling") by parts. True if fully awake."""
+        return self.llm_engine.wake_up(tags)
+
+    def release_kv_cache_memory(self) -> None:
+        """Give the KV cache's memory back until `wake_up`."""
+        self.llm_engine.release_kv_cache_memory()
+
+    def collective_rpc(self, method: str | Callable, timeout: float | None = None, args: tuple = (),
+                       kwargs: dict[str, Any] | None = None) -> list[Any]:
+        """Call a method, or a function with the worker as its first argument; one result per worker: one."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """`func(model)`, in a list: one result per worker."""
+        return self.llm_engine.apply_model(func)
+
     def close(self) -> None:
         """Give the memory back; afterwards this object is of no use."""
         self.llm_engine.close()
@@ -212,6 +259,7 @@ class LLM:
         if engine.model_runner is None:
             return "LLM(closed)"
         config, cache = engine.config, engine.model_runner.kv_cache
-        return (f"LLM({config.args.model or 'smollm2-135m-instruct'}, {config.dtype} on {config.device}, KV cache "
-                f"{cache.num_bytes / GIB:.2f} GiB = {cache.num_blocks} blocks of {config.block_size} tokens, "
+        size = "released" if cache is None else (
+            f"{cache.num_bytes / GIB:.2f} GiB = {cache.num_blocks} blocks of {config.block_size} tokens")
+        return (f"LLM({config.args.model or DEFAULT_MODEL}, {config.dtype} on {config.device}, KV cache {size}, "
                 f"max_model_len={config.max_model_len})")

@@ -12,8 +12,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,8 +25,12 @@ from tutorial_engine.block_manager import KVCacheManager
 from tutorial_engine.config import EngineArgs, EngineConfig
 from tutorial_engine.exceptions import EngineDeadError, EngineGenerateError, VLLMValidationError
 from tutorial_engine.input_processor import InputProcessor
+from tutorial_engine.interrupts import HeldInterrupts
+from tutorial_engine.kv_events import KVCacheEvent
+from tutorial_engine.metrics import IterationStats, Metric, StatLogger
 from tutorial_engine.model_runner import ModelRunner, load_model
 from tutorial_engine.models.config import ModelConfig
+from tutorial_engine.models.default_model import DEFAULT_MODEL
 from tutorial_engine.models.loader import resolve_model, resolve_tokenizer
 from tutorial_engine.output_processor import OutputProcessor, ParentRequest
 from tutorial_engine.outputs import RequestOutput
@@ -37,32 +44,47 @@ logger = logging.getLogger(__name__)
 # preempts itself is admitted again in the next step.
 MAX_IDLE_STEPS = 3
 
+SLEEP_TAGS = ("weights", "kv_cache", "scheduling")
+
 
 class LLMEngine:
     """The synchronous engine: add requests, call `step()` until they are finished.
 
     Args:
-        model_runner: executes steps. tokenizer: of the model.
+        model_runner: executes steps. tokenizer: of the model, None with skip_tokenizer_init.
         generation_config: the model's sampling recommendations.
 
-    Use `LLMEngine.from_engine_args(EngineArgs(...))`, or `LLM`, which wraps it.
+    Use `LLMEngine.from_engine_args(EngineArgs(...))`, or `LLM`, which wraps it. Its repr shows the queues, the block
+    tables and why someone waits.
+
+    Attributes:
+        last_plan: what the scheduler decided for the last step; None before the first.
+        listeners: called after each step with (scheduler, plan, tables, kept tokens); see `trace.Trace`. One that
+            raises is reported in the log and dropped: a broken picture must not cost an answer.
     """
 
     def __init__(self, config: EngineConfig, model_runner: Any, tokenizer: Any, vocab_size: int,
                  generation_config: dict[str, Any]) -> None:
-        config = config.with_max_model_len(model_runner.max_model_len)
-        self.config = config
+        self.config = config = config.with_max_model_len(model_runner.max_model_len)
         self.model_runner = model_runner
         self.tokenizer = tokenizer
         self.num_gpu_blocks: int = model_runner.num_gpu_blocks
-        self.scheduler = Scheduler(config, KVCacheManager(
-            self.num_gpu_blocks, config.block_size, config.max_model_len, config.enable_prefix_caching,
-            config.args.watermark))
         self.input_processor = InputProcessor(config, tokenizer, vocab_size, generation_config)
-        self.output_processor = OutputProcessor(tokenizer, log_stats=not config.args.disable_log_stats)
-        # Called after each step with (scheduler, plan, tables, kept tokens); see `trace.Trace`.
+        self.stat_logger = None if config.args.disable_log_stats else StatLogger(
+            config.args.model or DEFAULT_MODEL, config.max_model_len, config.device)
         self.listeners: list[Callable] = []
+        self.last_plan: SchedulerOutput | None = None
+        self._asleep: set[str] = set()  # of SLEEP_TAGS
         self._idle_steps = 0
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        """Empty queues, and a pool whose blocks are all free."""
+        c = self.config
+        self.scheduler = Scheduler(c, KVCacheManager(
+            self.num_gpu_blocks, c.block_size, c.max_model_len, c.enable_prefix_caching, c.args.watermark,
+            c.args.kv_events_config.enable_kv_cache_events))
+        self.output_processor = OutputProcessor(self.tokenizer, log_stats=not c.args.disable_log_stats)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
@@ -75,16 +97,23 @@ class LLMEngine:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         capability = torch.cuda.get_device_capability() if device == "cuda" else None
         source = resolve_model(args.model, args.revision)
-        tokenizer = source.tokenizer() if args.tokenizer is None else resolve_tokenizer(
-            args.tokenizer, args.tokenizer_revision)
-        # transformers writes a huge number where a tokenizer has no limit.
-        model_max_len = min(_model_max_len(source.config), tokenizer.model_max_length or sys.maxsize)
-        config = EngineConfig.resolve(args, model_max_len, device, capability)
         generation_config = source.generation_config
         if args.generation_config not in ("auto", "vllm"):
             generation_config = _read_generation_config(Path(args.generation_config))
-        model_runner = ModelRunner(config, load_model(config, source))
+        tokenizer, model_max_len = None, _model_max_len(source.config)
+        if args.skip_tokenizer_init:
+            # The tokenizer would have said where an answer ends.
+            generation_config = {"eos_token_id": source.config.eos_token_id, **generation_config}
+        else:
+            tokenizer = source.tokenizer() if args.tokenizer is None else resolve_tokenizer(
+                args.tokenizer, args.tokenizer_revision)
+            # transformers writes a huge number where a tokenizer has no limit.
+            model_max_len = min(model_max_len, tokenizer.model_max_length or sys.maxsize)
+        config = EngineConfig.resolve(args, model_max_len, device, capability)
+        model_runner = ModelRunner(config, partial(load_model, config, source))
         return cls(config, model_runner, tokenizer, source.config.vocab_size, generation_config)
+
+    # ------------------------------------------------------------------ requests
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams, arrival_time: float | None = None,
                     lora_request: Any = None, tokenization_kwargs: dict[str, Any] | None = None, priority: int = 0
@@ -111,9 +140,10 @@ class LLMEngine:
         text, requests = self.input_processor.make_requests(
             request_id, prompt, params, arrival_time=arrival_time, priority=priority,
             tokenization_kwargs=tokenization_kwargs)
-        self.output_processor.add_parent(ParentRequest(request_id, text, requests))
-        for request in requests:
-            self.scheduler.add_request(request)
+        with HeldInterrupts():
+            self.output_processor.add_parent(ParentRequest(request_id, text, requests))
+            for request in requests:
+                self.scheduler.add_request(request)
         return request_id
 
     def step(self) -> list[RequestOutput]:
@@ -123,38 +153,55 @@ class LLMEngine:
             EngineGenerateError: the model failed; the requests of this step are ended, the others can go on.
         """
         self._check_alive()
-        if not self.scheduler.has_unfinished_requests():
+        if self._asleep or not self.scheduler.has_unfinished_requests():
             return []
-        plan = self.scheduler.schedule()
-        if not plan.scheduled:
-            self._check_progress(plan)
-            return []
-        self._idle_steps = 0
-        try:
-            result = self.model_runner.execute_model(plan)
-        except BaseException as error:
-            failed = self._fail_step(plan)
-            if isinstance(error, Exception):
-                raise EngineGenerateError(f"The model failed in a step of {len(plan.scheduled)} request(s), which are "
-                                          f"ended: {type(error).__name__}: {error}", failed) from error
-            raise  # an interrupt from the keyboard stays one
-        tables = self._block_tables(plan) if self.listeners else {}
-        kept = self.scheduler.update_from_output(plan, result.sampled_token_ids)
-        outputs, stopped = self.output_processor.process(plan, result, kept)
-        self.scheduler.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
-        for listener in self.listeners:
-            listener(self.scheduler, plan, tables, kept)
+        with self._guarded() as interrupts:
+            plan = self.last_plan = self.scheduler.schedule()
+            if not plan.scheduled:
+                self._check_progress(plan)
+                return []
+            self._idle_steps = 0
+            try:
+                with interrupts.let_through():
+                    result = self.model_runner.execute_model(plan)
+            except BaseException as error:
+                self._fail_step(plan, error)
+            tables = self._block_tables() if self.listeners else {}
+            kept = self.scheduler.update_from_output(plan, result.sampled_token_ids)
+            outputs, stopped = self.output_processor.process(plan, result, kept)
+            self.scheduler.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
+            self._tell_listeners(plan, tables, kept)
+            self._record(plan, self.output_processor.iteration_stats)
         return outputs
 
-    def _fail_step(self, plan: SchedulerOutput) -> list[str]:
+    @contextmanager
+    def _guarded(self) -> Iterator[HeldInterrupts]:
+        """Around a step: interrupts wait while the books are written, and if the books themselves go wrong, which would
+        be a fault of this engine, nothing in them can be trusted and it starts anew."""
+        with HeldInterrupts() as interrupts:
+            try:
+                yield interrupts
+            except EngineGenerateError:
+                raise
+            except Exception as error:
+                ended = self._unfinished_ids()
+                dropped = [*self.scheduler.dropped_req_ids, *self.scheduler.requests]
+                self._start_empty()
+                self.scheduler.dropped_req_ids = dropped  # the runner still knows them
+                raise EngineGenerateError(f"The engine failed outside of the model: {type(error).__name__}: {error}. "
+                                          f"All {len(ended)} requests were ended; it can take new ones.", ended
+                                          ) from error
+
+    def _fail_step(self, plan: SchedulerOutput, error: BaseException) -> None:
         """End the requests of a step that failed, and with each the other completions of its prompt: without their
-        sibling they could never be handed out. Returns the ids they were added with."""
+        sibling they could never be handed out. Always raises."""
         parents = dict.fromkeys(self.output_processor.states[i].parent for i in plan.scheduled)
         self.scheduler.discard_step(plan)
-        internal_ids = [request.request_id for parent in parents for request in parent.requests]
-        self.scheduler.finish_requests(internal_ids, RequestStatus.FINISHED_ERROR)
-        self.output_processor.forget(internal_ids)
-        return [parent.request_id for parent in parents]
+        self._end([r.request_id for parent in parents for r in parent.requests], RequestStatus.FINISHED_ERROR)
+        if not isinstance(error, Exception):
+            raise error  # an interrupt from the keyboard stays one
+        raise EngineGenerateError(f"The model failed in a step of {len(plan.scheduled)} request(s), which are ended: "
+                                  f"{type(error).__name__}: {error}", [p.request_id for p in parents]) from error
 
     def _check_progress(self, plan: SchedulerOutput) -> None:
         """Turn waiting for ever into an error that says who waits for what."""
@@ -165,13 +212,22 @@ class LLMEngine:
         stuck = str([*self.scheduler.running, *self.scheduler.waiting])  # as they are now, before they are aborted
         manager = self.scheduler.kv_cache_manager
         reasons = "; ".join(f"{i}: {why}" for i, why in plan.waiting_reasons.items())
-        aborted = self.abort_request(state.parent.request_id for state in self.output_processor.states.values())
+        ended = self._unfinished_ids()
+        self.abort_request(ended)
         raise EngineGenerateError(
             f"No request could make progress in {MAX_IDLE_STEPS} steps. Stuck: {stuck}. Pool: "
             f"{manager.block_pool.get_num_free_blocks()} of {self.num_gpu_blocks - 1} blocks free. {reasons}. "
-            "The stuck requests were aborted.", dict.fromkeys(output.request_id for output in aborted))
+            "The stuck requests were aborted.", ended)
 
-    def _block_tables(self, plan: SchedulerOutput) -> dict[str, list[int]]:
+    def _tell_listeners(self, plan: SchedulerOutput, tables: dict[str, list[int]], kept: dict[str, list[int]]) -> None:
+        for listener in list(self.listeners):
+            try:
+                listener(self.scheduler, plan, tables, kept)
+            except Exception:
+                logger.exception("A listener failed; it will not be called again.")
+                self.listeners.remove(listener)
+
+    def _block_tables(self) -> dict[str, list[int]]:
         manager = self.scheduler.kv_cache_manager
         return {request_id: manager.get_block_ids(request_id) for request_id in manager.req_to_blocks}
 
@@ -184,9 +240,15 @@ class LLMEngine:
         outputs: list[RequestOutput] = []
         for request_id in list(request_ids):
             internal_ids = self.output_processor.internal_ids(request_id)
-            self.scheduler.finish_requests(internal_ids, RequestStatus.FINISHED_ABORTED)
-            outputs += self.output_processor.abort(internal_ids)
+            states = [self.output_processor.states[i] for i in internal_ids]
+            self._end(internal_ids, RequestStatus.FINISHED_ABORTED)
+            outputs += self.output_processor.last_outputs(states)
         return outputs
+
+    def _end(self, internal_ids: list[str], status: RequestStatus) -> None:
+        with HeldInterrupts():
+            self.scheduler.finish_requests(internal_ids, status)
+            self._record(None, self.output_processor.forget(internal_ids, status.finish_reason))
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()
@@ -195,9 +257,50 @@ class LLMEngine:
         """Prompts that are not finished; n completions of one prompt count once."""
         return self.output_processor.num_unfinished_prompts()
 
+    def _unfinished_ids(self) -> list[str]:
+        return list(dict.fromkeys(state.parent.request_id for state in self.output_processor.states.values()))
+
     def get_tokenizer(self) -> Any:
-        """transformers' tokenizer of the model."""
+        """transformers' tokenizer of the model. Raises VLLMValidationError with skip_tokenizer_init."""
+        if self.tokenizer is None:
+            raise VLLMValidationError("Unable to get tokenizer because `skip_tokenizer_init=True`.",
+                                      parameter="skip_tokenizer_init", value=True)
         return getattr(self.tokenizer, "full", self.tokenizer)
+
+    # ------------------------------------------------------------------ what it tells
+
+    def _record(self, plan: SchedulerOutput | None, stats: IterationStats) -> None:
+        if self.stat_logger is not None:
+            self.stat_logger.record(self.scheduler, plan, stats)
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics, see `metrics.py`. Raises AssertionError if the engine keeps none."""
+        assert self.stat_logger is not None, "Stat logging disabled: build the engine with disable_log_stats=False."
+        return self.stat_logger.get_metrics()
+
+    def do_log_stats(self) -> None:
+        """Write the line with the throughput since the last one to the log now."""
+        if self.stat_logger is not None:
+            self.stat_logger.log()
+
+    def take_kv_events(self) -> list[KVCacheEvent]:
+        """What entered and left the prefix cache since the last call; needs `kv_events_config`."""
+        return self.scheduler.kv_cache_manager.block_pool.take_events()
+
+    @property
+    def vllm_config(self) -> SimpleNamespace:
+        """The numbers the engine runs with, where vLLM keeps them."""
+        c = self.config
+        return SimpleNamespace(
+            model_config=SimpleNamespace(model=c.args.model or DEFAULT_MODEL, dtype=getattr(torch, c.dtype),
+                                         max_model_len=c.max_model_len),
+            cache_config=SimpleNamespace(block_size=c.block_size, num_gpu_blocks=self.num_gpu_blocks,
+                                         enable_prefix_caching=c.enable_prefix_caching),
+            scheduler_config=SimpleNamespace(max_num_seqs=c.max_num_seqs, policy=c.args.scheduling_policy,
+                                             max_num_batched_tokens=c.max_num_batched_tokens,
+                                             enable_chunked_prefill=c.enable_chunked_prefill))
+
+    # ------------------------------------------------------------------ memory
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached blocks. False, with a warning, if requests hold some; `reset_running_requests` preempts
@@ -207,28 +310,117 @@ class LLMEngine:
                                       parameter="reset_connector", value=True)
         return self.scheduler.reset_prefix_cache(reset_running_requests)
 
+    def sleep(self, level: int = 1, mode: str = "abort") -> list[RequestOutput]:
+        """Stop computing and give memory back, until `wake_up`. Requests may still be added; they wait.
+
+        Args:
+            level: 0 keeps all memory; 1 drops the KV cache and moves the weights to the CPU's memory; 2 drops the
+                weights too, and reads them from the file again later.
+            mode: unfinished requests are ended ("abort"), finished first ("wait"), or frozen ("keep": they go on
+                afterwards; what the cache held of them is computed again).
+
+        Returns:
+            What became ready while waiting (mode "wait"), else nothing.
+        """
+        self._check_alive()
+        for name, value, choices in (("level", level, (0, 1, 2)), ("mode", mode, ("abort", "wait", "keep"))):
+            if value not in choices:
+                raise VLLMValidationError(f"sleep: {name} must be one of {choices}, got {value!r}.", parameter=name,
+                                          value=value)
+        outputs: list[RequestOutput] = []
+        while mode == "wait" and not self._asleep and self.has_unfinished_requests():
+            outputs += self.step()
+        if mode == "abort":
+            self.abort_request(self._unfinished_ids())
+        self._asleep.add("scheduling")
+        if level > 0:
+            self.release_kv_cache_memory()
+            self.model_runner.release_weights(keep_copy=level == 1)
+            self._asleep.add("weights")
+        self._show_sleep()
+        return outputs
+
+    def release_kv_cache_memory(self) -> None:
+        """Give the KV cache's memory back, until `wake_up(["kv_cache"])`. Running requests are preempted: they keep
+        their tokens, and nothing is computed meanwhile."""
+        self._check_alive()
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.model_runner.release_kv_cache()
+        self._asleep.add("kv_cache")
+        self._show_sleep()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Undo `sleep`, wholly or by parts: "weights", "kv_cache", "scheduling". True if fully awake now."""
+        self._check_alive()
+        tags = SLEEP_TAGS if tags is None else tags
+        if isinstance(tags, str) or (unknown := [tag for tag in tags if tag not in SLEEP_TAGS]):
+            raise VLLMValidationError(f"wake_up: tags must be a list of {SLEEP_TAGS}, got "
+                                      f"{tags if isinstance(tags, str) else unknown!r}.", parameter="tags", value=tags)
+        for tag in self._asleep.intersection(tags):
+            if tag == "weights":
+                self.model_runner.restore_weights()
+            elif tag == "kv_cache":
+                self.model_runner.restore_kv_cache()
+            self._asleep.discard(tag)
+        self._show_sleep()
+        return not self._asleep
+
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep)
+
+    def _show_sleep(self) -> None:
+        if self.stat_logger is not None:
+            self.stat_logger.sleeping.set(bool(self._asleep))
+
+    def collective_rpc(self, method: str | Callable, timeout: float | None = None, args: tuple = (),
+                       kwargs: dict[str, Any] | None = None) -> list[Any]:
+        """Call a method of each worker, by name, or a function with each worker as its first argument. There is one
+        worker here, the model runner, in this process; so the list has one result, and no time can run out."""
+        self._check_alive()
+        if timeout is not None:
+            raise VLLMValidationError("collective_rpc: timeout must be None: the call runs in this process, and "
+                                      "nothing could end it early.", parameter="timeout", value=timeout)
+        if callable(method):
+            return [method(self.model_runner, *args, **(kwargs or {}))]
+        if not hasattr(self.model_runner, method):
+            raise VLLMValidationError(f"collective_rpc: the worker has no method {method!r}.", parameter="method",
+                                      value=method)
+        return [getattr(self.model_runner, method)(*args, **(kwargs or {}))]
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """`func(model)` of each worker's model: one."""
+        return self.collective_rpc(lambda worker: func(worker.model))
+
     def close(self) -> None:
         """End all requests and give the memory back. Closing twice does no harm."""
         runner, self.model_runner = self.model_runner, None
         if runner is not None:
             try:
-                self.abort_request(state.parent.request_id for state in self.output_processor.states.values())
+                self.abort_request(self._unfinished_ids())
             finally:
                 runner.close()
 
     def _check_alive(self) -> None:
         if self.model_runner is None:
-            raise EngineDeadError("This engine was closed; build a new one.")
+            raise EngineDeadError("This engine was closed by close(); build a new one.")
 
     def __repr__(self) -> str:
         if self.model_runner is None:
             return "LLMEngine(closed)"
-        s, pool = self.scheduler, self.scheduler.kv_cache_manager.block_pool
-        lines = [f"LLMEngine: {len(s.running)} running, {len(s.waiting)} waiting, "
-                 f"{pool.get_num_free_blocks()} of {pool.num_gpu_blocks - 1} blocks free"]
-        for request in [*s.running, *s.waiting]:
-            table = s.kv_cache_manager.get_block_ids(request.request_id)
-            lines.append(f"  {request!r}, blocks {table}")
+        s, pool, plan = self.scheduler, self.scheduler.kv_cache_manager.block_pool, self.last_plan
+        head = (f"LLMEngine: {len(s.running)} running, {len(s.waiting)} waiting, {pool.get_num_free_blocks()} of "
+                f"{pool.num_gpu_blocks - 1} blocks free")
+        if plan is not None:
+            budget = plan.budget_left + plan.total_num_scheduled_tokens
+            head += f"; last step computed {plan.total_num_scheduled_tokens} of at most {budget} tokens"
+        if self._asleep:
+            head += f"; asleep: {', '.join(sorted(self._asleep))}"
+        lines = [head]
+        for request in s.running:
+            lines.append(f"  {request!r}, blocks {s.kv_cache_manager.get_block_ids(request.request_id)}")
+        for request in s.waiting:
+            why = plan.waiting_reasons.get(request.request_id) if plan else None
+            lines.append(f"  {request!r}" + (f": {why}" if why else ""))
         return "\n".join(lines)
 
 

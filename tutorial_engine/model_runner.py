@@ -11,6 +11,7 @@ Owns: weights, cache tensors, the rows of the batch, everything with a device in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,6 +64,8 @@ class BlockTables:
             if s.is_first:
                 self._row[request_id] = self._free_rows.pop()
                 self._length[request_id] = 0
+                # What lies behind a table's end is read as padding: it must be the null block, not a stranger's.
+                self.table[self._row[request_id]] = 0
             begin = self._length[request_id]
             end = self._length[request_id] = begin + len(s.new_block_ids)
             self.table[self._row[request_id], begin:end] = s.new_block_ids
@@ -81,20 +84,23 @@ class ModelRunner:
 
     Args:
         config: what to run with.
-        model: from `load_model`.
+        load: builds the model, weights included; called again if they were dropped for good, see `release_weights`.
 
     Attributes:
         num_gpu_blocks: blocks in the cache, the null block included.
         max_model_len: the config's, or what fits if the user asked for "auto".
     """
 
-    def __init__(self, config: EngineConfig, model: Decoder) -> None:
+    def __init__(self, config: EngineConfig, load: Callable[[], Decoder]) -> None:
         self.config = config
-        self.model, self.device, self.dtype = model, model.device, model.dtype
+        self._load = load
+        self.model: Decoder | None = load()
+        self.device, self.dtype = self.model.device, self.model.dtype
         self.sampler = Sampler(config.args.logprobs_mode)
         available = available_kv_cache_bytes(config, self.device, self._activation_bytes())
-        self.num_gpu_blocks, self.max_model_len = size_kv_cache(config, model.config, self.dtype, available)
-        self.kv_cache = KVCache(model.config, self.num_gpu_blocks, config.block_size, self.dtype, self.device)
+        self.num_gpu_blocks, self.max_model_len = size_kv_cache(config, self.model.config, self.dtype, available)
+        self._model_config = self.model.config
+        self.restore_kv_cache()
         self.block_tables = BlockTables(config.max_num_seqs, cdiv(self.max_model_len, config.block_size))
 
     def _activation_bytes(self) -> int:
@@ -124,6 +130,7 @@ class ModelRunner:
     def _prepare_inputs(self, out: SchedulerOutput, steps: list[ScheduledRequest]
                         ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
         rows = self.block_tables.update(out)
+        self._clear_tails(steps)
         num_tokens = np.array([s.num_tokens for s in steps], dtype=np.int64)
         start = np.array([s.start for s in steps], dtype=np.int64)
         query_start_loc = np.concatenate([[0], num_tokens.cumsum()])
@@ -139,6 +146,14 @@ class ModelRunner:
             query_start_loc, start + num_tokens, self.block_tables.table[rows],
             self._to_device(blocks * block_size + positions % block_size), self.kv_cache)
         return self._to_device(np.array(input_ids)), self._to_device(positions), metadata
+
+    def _clear_tails(self, steps: list[ScheduledRequest]) -> None:
+        """Zero the new blocks that this step does not fill. Attention reads whole blocks and gives the slots behind a
+        context the weight 0; but 0 * NaN is NaN, so what an overflow left there would poison the block's next owner."""
+        tails = [s.new_block_ids[-1] for s in steps
+                 if s.new_block_ids and (s.start + s.num_tokens) % self.config.block_size]
+        if tails:
+            self.kv_cache.clear(self._to_device(np.array(tails)))
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -159,8 +174,35 @@ class ModelRunner:
             asked = [request.sampling_params.prompt_logprobs] * num_rows
             result.prompt_logprobs[request.request_id] = self.sampler.gather_logprobs(logits, targets, asked)
 
+    def release_kv_cache(self) -> None:
+        """Give the cache's memory back; what it held is lost."""
+        self.kv_cache: KVCache | None = None
+        self._empty_device_cache()
+
+    def restore_kv_cache(self) -> None:
+        """An empty cache of the same size."""
+        self.kv_cache = KVCache(self._model_config, self.num_gpu_blocks, self.config.block_size, self.dtype,
+                                self.device)
+
+    def release_weights(self, keep_copy: bool) -> None:
+        """Give the weights' memory back: move them to the CPU's memory, or drop them."""
+        if keep_copy and self.model is not None:
+            self.model.move_to(torch.device("cpu"))
+        else:
+            self.model = None
+        self._empty_device_cache()
+
+    def restore_weights(self) -> None:
+        """Bring the weights back, from the CPU's memory or from the file."""
+        if self.model is None:
+            self.model = self._load()
+        self.model.move_to(self.device)
+
     def close(self) -> None:
         """Let go of weights and cache, and give a GPU's memory back."""
-        del self.model, self.kv_cache
+        self.model = self.kv_cache = None
+        self._empty_device_cache()
+
+    def _empty_device_cache(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

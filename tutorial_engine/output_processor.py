@@ -14,6 +14,7 @@ from typing import Any
 
 from tutorial_engine.detokenizer import IncrementalDetokenizer
 from tutorial_engine.logprobs import Logprob
+from tutorial_engine.metrics import FinishedRequestStats, IterationStats
 from tutorial_engine.model_runner import ModelRunnerOutput
 from tutorial_engine.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from tutorial_engine.request import Request, RequestStatus
@@ -78,6 +79,18 @@ class RequestState:
         text = self.tokenizer.decode([token_id])
         return "" if text.endswith("\ufffd") else text
 
+    def finished_stats(self, finish_reason: str, now: float) -> FinishedRequestStats:
+        """How it went, for the metrics. now: on the `time.monotonic` clock."""
+        s = self.stats
+        return FinishedRequestStats(
+            finish_reason=finish_reason, num_prompt_tokens=self.request.num_prompt_tokens,
+            num_generation_tokens=len(self.token_ids), max_tokens=self.request.sampling_params.max_tokens,
+            num_preemptions=self.request.num_preemptions, e2e_latency=now - s.queued_ts,
+            queue_time=s.scheduled_ts - s.queued_ts if s.scheduled_ts else None,
+            prefill_time=s.first_token_ts - s.scheduled_ts if s.first_token_ts else None,
+            decode_time=s.last_token_ts - s.first_token_ts if s.first_token_ts else None,
+            inference_time=s.last_token_ts - s.scheduled_ts if s.first_token_ts else None)
+
     def make_completion(self) -> CompletionOutput:
         """A snapshot: later steps do not change what was handed out."""
         finished = self.request.status.is_finished
@@ -102,6 +115,7 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.log_stats = log_stats
         self.states: dict[str, RequestState] = {}  # by internal id
+        self.iteration_stats = IterationStats()  # of the last step
 
     def add_parent(self, parent: ParentRequest) -> None:
         for index, request in enumerate(parent.requests):
@@ -114,15 +128,17 @@ class OutputProcessor:
     def num_unfinished_prompts(self) -> int:
         return len({id(state.parent) for state in self.states.values()})
 
-    def forget(self, internal_ids: list[str]) -> None:
-        """Drop requests that end without an output (failed)."""
+    def forget(self, internal_ids: list[str], finish_reason: str) -> IterationStats:
+        """Drop requests that are ended from outside ("abort", "error"); the numbers about them are returned."""
+        now, stats = time.monotonic(), IterationStats()
         for internal_id in internal_ids:
-            self.states.pop(internal_id, None)
+            if state := self.states.pop(internal_id, None):
+                stats.finished.append(state.finished_stats(finish_reason, now))
+        return stats
 
-    def abort(self, internal_ids: list[str]) -> list[RequestOutput]:
-        """Drop requests that the scheduler has aborted, and return what there is of them."""
-        outputs = [self._make_output(self.states.pop(internal_id)) for internal_id in internal_ids]
-        return [output for output in outputs if output is not None]
+    def last_outputs(self, states: list[RequestState]) -> list[RequestOutput]:
+        """What requests that were aborted have said."""
+        return [output for state in states if (output := self._make_output(state)) is not None]
 
     def process(self, plan: SchedulerOutput, result: ModelRunnerOutput, kept: dict[str, list[int]]
                 ) -> tuple[list[RequestOutput], list[str]]:
@@ -135,11 +151,12 @@ class OutputProcessor:
             (outputs to hand out, internal ids that a stop string ended and that the scheduler must finish).
         """
         now = time.monotonic()
+        self.iteration_stats = IterationStats()
         outputs: list[RequestOutput] = []
         stopped: list[str] = []
         for internal_id, scheduled in plan.scheduled.items():
             state = self.states[internal_id]
-            state.stats.scheduled_ts = state.stats.scheduled_ts or now
+            state.stats.scheduled_ts = state.stats.scheduled_ts or plan.time
             if internal_id in result.prompt_logprobs:
                 state.add_prompt_logprobs(result.prompt_logprobs[internal_id], scheduled.start)
         for row, (internal_id, token_ids) in enumerate(kept.items()):
@@ -151,6 +168,10 @@ class OutputProcessor:
             if output := self._make_output(state):
                 outputs.append(output)
             if state.request.status.is_finished:
+                self.iteration_stats.finished.append(
+                    state.finished_stats(state.request.status.finish_reason, now))
+                if len(state.parent.finished) == len(state.parent.requests):
+                    self.iteration_stats.num_completions.append(len(state.parent.requests))
                 del self.states[internal_id]
         return outputs, stopped
 
@@ -165,10 +186,16 @@ class OutputProcessor:
             request.status = RequestStatus.FINISHED_STOPPED
             token_ids = token_ids[:num_kept]
         state.token_ids += token_ids
-        stats = state.stats
+        stats, step = state.stats, self.iteration_stats
+        step.num_generation_tokens += len(token_ids)
         if not stats.first_token_ts:
             stats.first_token_ts = now
             stats.first_token_latency = now - stats.queued_ts
+            step.time_to_first_tokens.append(stats.first_token_latency)
+            step.num_prompt_tokens += request.num_prompt_tokens
+            step.num_cached_tokens += request.num_cached_tokens
+        else:
+            step.inter_token_latencies.append(now - stats.last_token_ts)
         stats.last_token_ts = now
         stats.num_generation_tokens = len(state.token_ids)
         stats.num_preemptions = request.num_preemptions

@@ -17,6 +17,7 @@ Owns: the two queues, the budget, preemption, finishing. Does not own: blocks (`
 from __future__ import annotations
 
 import bisect
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class ScheduledRequest:
     """One request's share of a step: compute tokens [start, start + num_tokens).
 
     `new_block_ids` are appended to its block table, or are the whole table if `is_first` (admitted or resumed now).
+    `samples`: the chunk reaches the last known token, so that its logits choose a new one.
     """
 
     request: Request
@@ -38,11 +40,7 @@ class ScheduledRequest:
     num_tokens: int
     new_block_ids: list[int]
     is_first: bool
-
-    @property
-    def samples(self) -> bool:
-        """True if this chunk reaches the last known token, so that its logits choose a new one."""
-        return self.start + self.num_tokens == self.request.num_tokens
+    samples: bool
 
 
 @dataclass
@@ -50,6 +48,7 @@ class SchedulerOutput:
     """One step's plan, in batch order. `waiting_reasons` says why each request at the head of the queue still waits."""
 
     budget_left: int
+    time: float = field(default_factory=time.monotonic)  # when it was made
     scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
     dropped_req_ids: list[str] = field(default_factory=list)  # finished or preempted since the step before
@@ -116,7 +115,7 @@ class Scheduler:
         self.waiting = RequestQueue(self.policy)
         self.running: list[Request] = []
         # Finished or preempted, for the runner to forget; kept until a step that says so has really run.
-        self._dropped_req_ids: list[str] = []
+        self.dropped_req_ids: list[str] = []
 
     def add_request(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -139,7 +138,7 @@ class Scheduler:
             self._schedule_waiting(out)
         for s in out.scheduled.values():
             s.request.num_computed_tokens += s.num_tokens
-        out.dropped_req_ids = list(self._dropped_req_ids)
+        out.dropped_req_ids = list(self.dropped_req_ids)
         return out
 
     def _schedule_running(self, out: SchedulerOutput) -> None:
@@ -196,8 +195,10 @@ class Scheduler:
         return min(num_new, threshold) if threshold and len(self.requests) > 1 else num_new
 
     def _add(self, out: SchedulerOutput, request: Request, num_tokens: int, blocks: Sequence, is_first: bool) -> None:
+        start = request.num_computed_tokens
         out.scheduled[request.request_id] = ScheduledRequest(
-            request, request.num_computed_tokens, num_tokens, [b.block_id for b in blocks], is_first)
+            request, start, num_tokens, [b.block_id for b in blocks], is_first,
+            samples=start + num_tokens == request.num_tokens)
         out.budget_left -= num_tokens
 
     def _pick_victim(self) -> Request:
@@ -213,7 +214,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        self._dropped_req_ids.append(request.request_id)
+        self.dropped_req_ids.append(request.request_id)
         self.waiting.put_back(request)
         out.preempted.append(request)
 
@@ -227,7 +228,7 @@ class Scheduler:
             Per request id, the tokens that were kept (those after a stop are not).
         """
         self.kv_cache_manager.commit_step()
-        del self._dropped_req_ids[:len(out.dropped_req_ids)]
+        del self.dropped_req_ids[:len(out.dropped_req_ids)]
         kept: dict[str, list[int]] = {}
         for request_id, token_ids in sampled_token_ids.items():
             request = out.scheduled[request_id].request
@@ -256,7 +257,7 @@ class Scheduler:
         queue.remove(request)
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
-        self._dropped_req_ids.append(request.request_id)
+        self.dropped_req_ids.append(request.request_id)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget cached content; with `reset_running_requests`, preempt everything first so that it can be done."""

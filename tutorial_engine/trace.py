@@ -106,7 +106,7 @@ class Trace:
             tables={public_id(i): table for i, table in tables.items()},
             lengths={public_id(s.request.request_id): s.start + s.num_tokens for s in scheduled},
             free=[b.block_id for b in pool.free_block_queue.get_all_free_blocks()],
-            hashed=[b.block_id for b in pool.blocks if b.block_hash is not None]))
+            hashed=sorted(i for same in pool.cached_block_hash_to_block.values() for i in same)))
 
     def save(self, path: str | Path) -> None:
         """Write the trace as JSON."""
@@ -137,8 +137,8 @@ class Trace:
 
     def __repr__(self) -> str:
         tokens = sum(n for r in self.records for _, n in r.scheduled.values())
-        return (f"Trace({len(self.records)} steps, {tokens} tokens computed, {self.num_blocks} blocks of "
-                f"{self.block_size})")
+        return (f"Trace({len(self.records):,} steps, {tokens:,} tokens computed, {self.num_blocks:,} blocks of "
+                f"{self.block_size} tokens)")
 
 
 def public_id(internal_id: str) -> str:

@@ -432,8 +432,14 @@ def test_an_engine_that_fails_outside_of_the_model_is_dead_for_everyone() -> Non
     async def main(llm: AsyncLLM) -> None:
         assert llm.is_running and not llm.errored and llm.dead_error is None
         await llm.check_health()
-        divisors = [1, 0]
-        llm.llm_engine.listeners.append(lambda *args: 1 / divisors.pop(0))  # fails after the second step
+        engine_step, divisors = llm.llm_engine.step, [1, 0]
+
+        def step() -> list[RequestOutput]:
+            outputs = engine_step()
+            1 / divisors.pop(0)  # the second time
+            return outputs
+
+        llm.llm_engine.step = step  # type: ignore[method-assign]
         tasks = [asyncio.create_task(collect(llm, "p", greedy(5), name)) for name in "ab"]
         await gate.reached()
         tasks.append(asyncio.create_task(llm.pause_generation(mode="wait")))
@@ -466,12 +472,12 @@ def test_errors_that_are_nobodys_end_the_engine(where: str) -> None:
     def fail() -> None:
         raise AssertionError("a table names a free block")
 
-    def failure_without_names(*args: Any) -> None:
+    def failure_without_names() -> None:
         raise EngineGenerateError("whose?")
 
     async def main(llm: AsyncLLM) -> None:
         if where == "step":
-            llm.llm_engine.listeners.append(failure_without_names)
+            llm.llm_engine.step = failure_without_names  # type: ignore[method-assign]
         else:
             with pytest.raises(AssertionError, match="a table names"):
                 await llm._thread.call(fail)
@@ -871,6 +877,39 @@ def test_reset_prefix_cache() -> None:
 
     with serving(gate=gate) as llm:
         run(main(llm))
+
+
+def test_sleep_and_wake_up(tiny_model: Path) -> None:
+    """A7: kept requests go on; others are told that they were aborted; a refused level leaves the engine awake."""
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
+        model=str(tiny_model), max_model_len=128, num_gpu_blocks_override=65))
+
+    async def main() -> None:
+        right = [o.outputs[0].token_ids for o in await collect(engine, "the", greedy(30, ignore_eos=True))][-1]
+        with pytest.raises(VLLMValidationError, match="level"):
+            await engine.sleep(level=7)
+        assert not await engine.is_paused() and not await engine.is_sleeping()
+        await engine.sleep(level=1, mode="keep")
+        assert await engine.is_sleeping()
+        task = asyncio.create_task(collect(engine, "the", greedy(30, ignore_eos=True)))
+        await caught_up(engine)
+        await engine.wake_up(["weights"])
+        assert await engine.is_sleeping() and not task.done()
+        await engine.wake_up()
+        assert (await task)[-1].outputs[0].token_ids == right and not await engine.is_sleeping()
+        task = asyncio.create_task(collect(engine, "the", greedy(120, ignore_eos=True)))
+        await caught_up(engine)
+        await engine.sleep()
+        assert (await task)[-1].outputs[0].finish_reason == "abort"
+        await engine.wake_up()
+        await engine.do_log_stats()
+        assert await collect(engine, "the", greedy(3))
+        await settled(engine)
+
+    try:
+        run(main())
+    finally:
+        engine.shutdown()
 
 
 # The end

@@ -338,3 +338,8 @@ def test_defaults_of_the_model() -> None:
 def test_unusable_defaults_are_blamed_on_the_file(file: dict[str, Any]) -> None:
     with pytest.raises(VLLMValidationError, match=r"generation_config has a value.*generation_config='vllm'"):
         make_processor(file=file).get_default_sampling_params()
+
+
+def test_what_belongs_to_chat_is_sent_there() -> None:
+    with pytest.raises(TypeError, match=r"use chat\(\)"):
+        parse_prompt({"role": "user", "content": "hi"})

@@ -340,7 +340,7 @@ def test_close(tiny_model: Path) -> None:
     llm.close()
     for use in (lambda: llm.generate("a", use_tqdm=False), lambda: llm.llm_engine.step(),
                 lambda: llm.chat([{"role": "user", "content": "a"}], use_tqdm=False)):
-        with pytest.raises(EngineDeadError, match="closed; build a new one"):
+        with pytest.raises(EngineDeadError, match=r"closed by close\(\); build a new one"):
             use()
     with LLM(str(tiny_model), max_model_len=64, num_gpu_blocks_override=9) as again:
         assert len(again.generate("a", greedy(1), use_tqdm=False)) == 1
@@ -447,3 +447,25 @@ def test_abort_ends_all_completions_of_a_prompt() -> None:
     engine.step()
     engine.abort_request(["r"])
     assert_clean(engine)
+
+
+def test_an_error_says_which_prompt_it_was(echo_llm: LLM) -> None:
+    with pytest.raises(VLLMValidationError) as error:
+        echo_llm.generate(["a", "b", ""], greedy(2), use_tqdm=False)
+    assert error.value.__notes__ == ["It was prompt 2 of 3 (counted from 0); none of them was run."]
+    with pytest.raises(VLLMValidationError) as error:
+        echo_llm.generate("", greedy(2), use_tqdm=False)
+    assert not hasattr(error.value, "__notes__")
+    with pytest.raises(TypeError, match=r"goes to generate\(\)"):
+        echo_llm.chat("hello")
+
+
+def test_l48_the_bar_counts_completions(echo_llm: LLM, diary: list[Any]) -> None:
+    totals: list[int] = []
+
+    def make(*args: Any, **kwargs: Any) -> Bar:
+        totals.append(kwargs.get("total", len(args[0] or ())))
+        return Bar(*args, **kwargs)
+
+    echo_llm.generate(["a", "b"], SamplingParams(n=3, max_tokens=2, seed=1), use_tqdm=make)
+    assert totals == [2, 6] and [entry for entry in diary if isinstance(entry, int)] == [3, 3]

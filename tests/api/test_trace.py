@@ -109,7 +109,7 @@ def test_from_an_llm_and_with_text() -> None:
     assert [r.sampled for r in trace] == [{"0": [t]} for t in [*ABC, 0]]
     assert [r.finished for r in trace] == [{}, {}, {}, {"0": "stop"}]
     assert trace.num_blocks == 129 and trace.block_size == 4
-    assert repr(trace) == "Trace(4 steps, 5 tokens computed, 129 blocks of 4)"
+    assert repr(trace) == "Trace(4 steps, 5 tokens computed, 129 blocks of 4 tokens)"
     llm.generate("xy", greedy(9), use_tqdm=False)
     assert len(trace) == 4  # nobody listens any more
 

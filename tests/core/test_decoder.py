@@ -232,12 +232,12 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     before = x.clone()
     right = F.rms_norm(x.float(), (16,), weight.float(), 0.01)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
-    torch.testing.assert_close(rms_norm(x, weight, torch.tensor(0.01)).float(), right, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(rms_norm(x, weight, 0.01).float(), right, rtol=tolerance, atol=tolerance)
     assert torch.equal(x, before)
     heads = torch.randn(3, 16).to(dtype)
     right = F.rms_norm(x.float(), (16,), None, 0.01) * heads.float()
-    torch.testing.assert_close(rms_norm(x, heads, torch.tensor(0.01)).float(), right, rtol=tolerance, atol=tolerance)
-    assert not rms_norm(torch.zeros(1, 16, dtype=dtype), weight, torch.tensor(0.01)).any(), "zeros stay finite"
+    torch.testing.assert_close(rms_norm(x, heads, 0.01).float(), right, rtol=tolerance, atol=tolerance)
+    assert not rms_norm(torch.zeros(1, 16, dtype=dtype), weight, 0.01).any(), "zeros stay finite"
 
 
 def rope_config(head_dim: int = 16, **rope_scaling: Any) -> ModelConfig:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.core.support import FakeRunner, assert_clean, make_engine, make_params
-from tutorial_engine.llm_engine import MAX_IDLE_STEPS, LLMEngine, _model_max_len, _read_generation_config
 from tutorial_engine.exceptions import EngineDeadError, EngineGenerateError, VLLMValidationError
+from tutorial_engine.llm_engine import MAX_IDLE_STEPS, LLMEngine, _model_max_len, _read_generation_config
 from tutorial_engine.models.config import ModelConfig
 from tutorial_engine.outputs import RequestOutput
 from tutorial_engine.request import RequestStatus
 from tutorial_engine.sampling_params import RequestOutputKind, SamplingParams
-from tutorial_engine.scheduler import SchedulerOutput
 
 FINAL_ONLY, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 
@@ -65,10 +66,12 @@ def test_repr_shows_queues_pool_and_tables() -> None:
     engine.add_request("b", [2], make_params(4))
     engine.step()
     lines = repr(engine).splitlines()
-    assert lines[0] == "LLMEngine: 1 running, 1 waiting, 62 of 64 blocks free"
+    assert lines[0] == ("LLMEngine: 1 running, 1 waiting, 62 of 64 blocks free; last step computed 5 of at most 4096 "
+                        "tokens")
     assert lines[1:] == [
         "  Request('a-00000000', RUNNING, 5/6 tokens computed, 1 of at most 4 output), blocks [1, 2]",
-        "  Request('b-00000001', WAITING, 0/1 tokens computed, 0 of at most 4 output), blocks []"]
+        "  Request('b-00000001', WAITING, 0/1 tokens computed, 0 of at most 4 output): all 1 seats "
+        "(max_num_seqs) taken"]
     engine.close()
     assert repr(engine) == "LLMEngine(closed)"
 
@@ -184,12 +187,12 @@ def test_a_preempted_request_can_be_aborted() -> None:
 
 
 class Trap:
-    """Called with each plan; raises `error` at step `at`."""
+    """Raises `error` at call number `at`."""
 
     def __init__(self, at: int, error: BaseException) -> None:
         self.at, self.error, self.steps = at, error, 0
 
-    def __call__(self, plan: SchedulerOutput) -> None:
+    def __call__(self, *args: object) -> None:
         self.steps += 1
         if self.steps == self.at:
             raise self.error
@@ -365,3 +368,108 @@ def test_generation_config_from_a_folder(tmp_path: Path) -> None:
     assert _read_generation_config(tmp_path) == {"top_k": 3}
     with pytest.raises(VLLMValidationError, match="without a generation_config.json"):
         _read_generation_config(tmp_path / "nowhere")
+
+
+# What goes wrong beside the model
+
+
+def test_an_interrupt_waits_for_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C inside the scheduler arrives after the step, whose work is kept."""
+    engine = make_engine()
+    engine.add_request("a", [1] * 9, make_params(3))
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    real = pool.get_new_blocks
+
+    def interrupted(num_blocks: int) -> list:
+        signal.raise_signal(signal.SIGINT)
+        return real(num_blocks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "get_new_blocks", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    engine.scheduler.kv_cache_manager.check_invariants()
+    assert {i: ids(o) for i, o in run(engine).items()} == {"a": [[109, 110, 111]]}, "nobody was ended"
+    assert_clean(engine)
+
+
+def test_an_interrupt_inside_the_model_arrives_at_once() -> None:
+    reached = []
+
+    def interrupted(plan: object) -> None:
+        if not reached:
+            reached.append("model")
+            signal.raise_signal(signal.SIGINT)
+            reached.append("never")
+
+    engine = make_engine(before=interrupted)
+    engine.add_request("a", [1] * 9, make_params(3))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert reached == ["model"]
+    assert_clean(engine)
+
+
+def test_interrupts_are_left_alone_in_other_threads_and_where_they_are_ignored() -> None:
+    engine = make_engine()
+    engine.add_request("a", [1] * 9, make_params(2))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(engine.step).result()
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert list(run(engine)) == ["a"]
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, old)
+
+
+@pytest.mark.parametrize("where", ["schedule", "process"])
+def test_after_a_fault_of_its_own_the_engine_starts_anew(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    engine.add_request("a", [1] * 9, make_params(3))
+    engine.add_request("b", [2] * 9, SamplingParams(n=2, seed=1))
+    engine.step()
+    owner = engine.scheduler if where == "schedule" else engine.output_processor
+    monkeypatch.setattr(owner, where, Trap(1, AssertionError("a bug")))
+    with pytest.raises(EngineGenerateError, match=r"outside of the model: AssertionError: a bug. All 2 ") as error:
+        engine.step()
+    assert error.value.request_ids == ["a", "b"]
+    assert_clean(engine)
+    engine.add_request("c", [1] * 9, make_params(2))
+    output = run(engine)["c"]
+    assert ids(output) == [[109, 110]] and output.num_cached_tokens == 0
+    assert len(engine.model_runner.plans[-2].dropped_req_ids) == 3, "the runner is told to forget the others"
+
+
+def test_a_failing_listener_costs_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    engine, seen = make_engine(), []
+    engine.listeners += [Trap(1, ValueError("no picture")), lambda *args: seen.append(args)]
+    engine.add_request("a", [1] * 9, make_params(2))
+    assert {i: ids(o) for i, o in run(engine).items()} == {"a": [[109, 110]]}
+    assert "no picture" in caplog.text and len(engine.listeners) == 1 and len(seen) == 2
+
+
+def test_the_errors_name_who_ended() -> None:
+    engine = make_engine(max_num_seqs=2, before=Trap(1, ValueError("no")))
+    for name in "abc":
+        engine.add_request(name, [1], make_params(1))
+    with pytest.raises(EngineGenerateError) as error:
+        engine.step()
+    assert error.value.request_ids == ["a", "b"]
+
+
+def test_a_plan_still_says_who_sampled_after_the_step() -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    engine.add_request("a", [1] * 9, make_params(2))
+    engine.step()
+    (chunk,) = engine.last_plan.scheduled.values()
+    engine.step()
+    (rest,) = engine.last_plan.scheduled.values()
+    assert (chunk.samples, rest.samples) == (False, True)
+
+
+def test_vllm_config_has_the_numbers() -> None:
+    config = make_engine(65, max_num_seqs=3).vllm_config
+    assert (config.cache_config.num_gpu_blocks, config.cache_config.block_size) == (65, 4)
+    assert (config.scheduler_config.max_num_seqs, config.model_config.max_model_len) == (3, 64)

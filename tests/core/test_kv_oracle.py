@@ -17,8 +17,8 @@ from tests.core.oracle import OracleRunner, run_workload
 from tests.core.support import FakeTokenizer, make_config, make_params
 from tutorial_engine import block_manager
 from tutorial_engine.block_manager import NONE_HASH, BlockPool, KVCacheManager, cdiv
-from tutorial_engine.llm_engine import LLMEngine
 from tutorial_engine.exceptions import EngineGenerateError
+from tutorial_engine.llm_engine import LLMEngine
 from tutorial_engine.request import Request
 from tutorial_engine.scheduler import RequestQueue, Scheduler, SchedulerOutput
 

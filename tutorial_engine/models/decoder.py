@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ class DecoderLayer(nn.Module):
         self.config, self.index = config, index
         hidden, heads, kv_heads, dim = (config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
                                         config.head_dim)
-        self.eps = torch.tensor(config.rms_norm_eps, device=device)
+        self.eps = config.rms_norm_eps
         self.input_norm = torch.empty(hidden, dtype=dtype, device=device)
         self.qkv_proj = Linear(hidden, (heads + 2 * kv_heads) * dim, config.attention_bias, dtype, device)
         self.o_proj = Linear(heads * dim, hidden, False, dtype, device)
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         self.config, self.dtype, self.device = config, dtype, device
         self.embed_tokens = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(config.num_hidden_layers))
-        self.eps = torch.tensor(config.rms_norm_eps, device=device)
+        self.eps = config.rms_norm_eps
         self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, False, dtype, device)
         self.rotary = RotaryEmbedding(config, max_positions, dtype, device)
@@ -147,6 +147,14 @@ class Decoder(nn.Module):
         place.copy_(tensor)
         return owner
 
+    def move_to(self, device: torch.device) -> None:
+        """Take all tensors to a device. One that two modules share stays shared."""
+        moved: dict[int, torch.Tensor] = {}
+        for module in self.modules():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    setattr(module, name, moved.setdefault(id(value), value.to(device)))
+
     def pack(self) -> None:
         """The embedding is there: if it is the LM head's matrix as well, bring that into its layout."""
         if self.config.tie_word_embeddings:
@@ -180,16 +188,20 @@ class Decoder(nn.Module):
         return places
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467).
 
     Args:
         weight: [hidden_size], or [num_heads, head_dim] for heads.
-        eps: one float32 number on the device.
     """
     if x.dtype != torch.float32:
         # The weight apart: it may be a matrix, a row per head.
-        return F.rms_norm(x, x.shape[-1:], None, eps.item()) * weight
+        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
     # The same in half as many operations as F.rms_norm makes on a CPU, where each costs more than its arithmetic.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x.mul(torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
+    return x.mul(torch.addcmul(_scalar(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
+
+
+@lru_cache
+def _scalar(value: float, device: torch.device) -> torch.Tensor:
+    return torch.tensor(value, device=device)
