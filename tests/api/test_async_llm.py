@@ -396,6 +396,26 @@ def test_a_failed_step_ends_its_requests_and_no_others() -> None:
         run(main(llm))
 
 
+def test_a_step_that_fails_outside_of_the_model_ends_all_its_requests() -> None:
+    """A5: those that were not in the step are told too; the engine takes new ones."""
+    gate = Gate()
+
+    async def main(llm: AsyncLLM) -> None:
+        tasks = [asyncio.create_task(collect(llm, "p", greedy(9), name)) for name in "abc"]
+        await gate.reached()
+        gate.step()
+        await gate.reached()  # by now all three are in the engine
+        llm.llm_engine.output_processor.process = lambda *args: 1 / 0  # type: ignore[method-assign]
+        gate.open()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(error) for error in done] == [EngineGenerateError] * 3
+        assert texts(await collect(llm, "p", greedy(5)), CUMULATIVE) == {0: "abcde"}
+        await settled(llm)
+
+    with serving(gate=gate, max_num_seqs=2) as llm:
+        run(main(llm))
+
+
 def test_what_was_said_before_a_failure_is_not_lost() -> None:
     gate = Gate()
 
@@ -507,13 +527,16 @@ def test_closing_a_generator_frees_everything() -> None:
         gate.open()
         await settled(llm)
         assert len(llm.llm_engine.model_runner.plans) == 2
+        (aborted,) = [metric.value for metric in llm.llm_engine.get_metrics() if metric.name.endswith("request_success")
+                      and metric.labels["finished_reason"] == "abort"]
+        assert aborted == 3, "each completion counts"
         assert texts(await collect(llm, "p", greedy(4)), CUMULATIVE) == {0: "abcd"}
 
     async def left_open(llm: AsyncLLM) -> None:
         async for _ in llm.generate("prompt", greedy(50), "r"):
             break  # asyncio closes what is open
 
-    with serving(gate=gate) as llm:
+    with serving(gate=gate, disable_log_stats=False) as llm:
         run(main(llm))
         run(left_open(llm))
         run(settled(llm))
