@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tutorial_engine.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from tutorial_engine.config import AsyncEngineArgs as AsyncEngineArgs
     from tutorial_engine.config import EngineArgs as EngineArgs
     from tutorial_engine.inputs import PromptType as PromptType
@@ -34,6 +35,7 @@ if (_ROOT / "kernels" / "decode_attention.py").is_file():
 _HOME = {
     "LLM": "llm",
     "LLMEngine": "llm_engine",
+    "AsyncLLMEngine": "async_llm",
     "EngineArgs": "config",
     "AsyncEngineArgs": "config",
     "SamplingParams": "sampling_params",

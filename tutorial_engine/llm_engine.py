@@ -231,10 +231,19 @@ class LLMEngine:
         manager = self.scheduler.kv_cache_manager
         return {request_id: manager.get_block_ids(request_id) for request_id in manager.req_to_blocks}
 
-    def abort_request(self, request_ids: Iterable[str]) -> None:
-        """End requests by the ids they were added with, and free their blocks at once. Unknown ids are ignored."""
+    def abort_request(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """End requests by the ids they were added with, and free their blocks at once. Unknown ids are ignored.
+
+        Returns:
+            The last outputs of these requests: what was said so far, with the finish_reason "abort".
+        """
+        outputs: list[RequestOutput] = []
         for request_id in list(request_ids):
-            self._end(self.output_processor.internal_ids(request_id), RequestStatus.FINISHED_ABORTED)
+            internal_ids = self.output_processor.internal_ids(request_id)
+            states = [self.output_processor.states[i] for i in internal_ids]
+            self._end(internal_ids, RequestStatus.FINISHED_ABORTED)
+            outputs += self.output_processor.last_outputs(states)
+        return outputs
 
     def _end(self, internal_ids: list[str], status: RequestStatus) -> None:
         with HeldInterrupts():
@@ -384,10 +393,12 @@ class LLMEngine:
 
     def close(self) -> None:
         """End all requests and give the memory back. Closing twice does no harm."""
-        if self.model_runner is not None:
-            self.abort_request(self._unfinished_ids())
-            self.model_runner.close()
-            self.model_runner = None
+        runner, self.model_runner = self.model_runner, None
+        if runner is not None:
+            try:
+                self.abort_request(self._unfinished_ids())
+            finally:
+                runner.close()
 
     def _check_alive(self) -> None:
         if self.model_runner is None:
