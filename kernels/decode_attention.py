@@ -55,11 +55,11 @@ def _decode(query_ptr, key_ptr, value_ptr, tables_ptr, seq_lens_ptr, out_ptr, pa
         inside = token < last
         k = _load_tile(key_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE, HEAD_DIM)
         v = _load_tile(value_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE, HEAD_DIM)
-        s = tl.where(inside[None, :], tl.dot(q, tl.trans(k)) * scale, -1e30)
+        s = tl.where(inside[None, :], tl.dot(q, tl.trans(k), input_precision="ieee") * scale, -1e30)
         m_new = tl.maximum(m, tl.max(s, axis=1))
         shrink, p = tl.exp(m - m_new), tl.exp(s - m_new[:, None])
         l = l * shrink + tl.sum(p, axis=1)  # noqa: E741
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         m = m_new
     if NUM_SPLITS == 1:
         tl.store(out_ptr + head[:, None] * HEAD_DIM + d[None, :], acc / l[:, None], mask=real[:, None])

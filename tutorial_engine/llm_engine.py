@@ -320,7 +320,7 @@ class LLMEngine:
                 afterwards; what the cache held of them is computed again).
 
         Returns:
-            What became ready while waiting (mode "wait"), else nothing.
+            What became ready while waiting, or the last outputs of those that were ended.
         """
         self._check_alive()
         for name, value, choices in (("level", level, (0, 1, 2)), ("mode", mode, ("abort", "wait", "keep"))):
@@ -331,7 +331,7 @@ class LLMEngine:
         while mode == "wait" and not self._asleep and self.has_unfinished_requests():
             outputs += self.step()
         if mode == "abort":
-            self.abort_request(self._unfinished_ids())
+            outputs = self.abort_request(self._unfinished_ids())
         self._asleep.add("scheduling")
         if level > 0:
             self.release_kv_cache_memory()

@@ -211,6 +211,9 @@ class ProcessorPipeline:
     def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
         self._steps = [(p, RowTracker(), p.is_argmax_invariant()) for p in processors]
 
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
     def apply(self, logits: torch.Tensor, requests: Sequence[Request], random_rows: list[int]) -> torch.Tensor:
         """Run all of them.
 
@@ -220,7 +223,7 @@ class ProcessorPipeline:
         Raises:
             RuntimeError: a processor raised, or what it returned cannot be sampled from.
         """
-        if not self._steps:
+        if not self:
             return logits
         alive = _has_choice(logits)
         for processor, tracker, _ in self._steps:

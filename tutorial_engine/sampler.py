@@ -156,6 +156,15 @@ class Sampler:
             sampled_ranks=ranks.tolist())
 
 
+def needs_only_temperature(request: Request) -> bool:
+    """True if Gumbel-max over a whole row is all that this request wants of its next token."""
+    p = request.sampling_params
+    return (p.top_k <= 0 and p.top_p == 1.0 and p.min_p == 0.0 and p.logprobs is None
+            and p.repetition_penalty == 1.0 and p.frequency_penalty == 0.0 and p.presence_penalty == 0.0
+            and not p.logit_bias and p.allowed_token_ids is None and not request.bad_words_token_ids
+            and request.grammar is None and request.num_output_tokens >= p.min_tokens)
+
+
 def apply_token_rules(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
     """allowed_token_ids, logit_bias and min_tokens, in place."""
     biased: list[tuple[int, int, float]] = []
