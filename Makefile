@@ -9,6 +9,7 @@ PY := $(VENV)/bin/python
 # The stamp's name holds a checksum of what decides the environment: it goes stale when their contents change, and not
 # when a checkout only touches them.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
+KERNELS_STAMP := $(STAMP)-kernels
 NOTEBOOKS := $(wildcard notebooks exercises solutions)
 
 export OMP_WAIT_POLICY := passive
@@ -31,8 +32,9 @@ help:
 demo: setup
 	$(PY) tools/run_demo.py
 
-test: setup
+test: setup $(KERNELS_STAMP)
 	$(PY) -m pytest -q tests
+	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels || test $$? -eq 5  # 5: no Triton here, nothing to test
 	$(if $(NOTEBOOKS),TUTORIAL_LIVE=0 $(PY) -m pytest -q --nbval --nbval-current-env \
 	  --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout 120 $(NOTEBOOKS))
 
@@ -71,6 +73,11 @@ $(STAMP):
 	  echo "'$(FOUND) -m venv' failed. On Debian and Ubuntu it needs a package: apt install python3-venv"; exit 1; }
 	$(PY) -m pip install -c constraints.txt -e ".[lab,test]"
 	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+# Triton is large, so it comes only when the kernels are to be tested. A GPU build of torch brings it along anyway.
+$(KERNELS_STAMP): $(STAMP)
+	$(PY) -m pip install -q -c constraints.txt -e ".[kernels]"
 	@touch $@
 
 clean:

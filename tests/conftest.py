@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that asks a hub for anything fails at once, not after a timeout
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c in one instruction, as every compiler for GPUs does
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

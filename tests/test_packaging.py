@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -72,11 +73,22 @@ def test_unknown_name_says_what_there_is() -> None:
 
 
 def test_every_folder_of_the_package_is_installed() -> None:
-    # setuptools finds what is named so and has an __init__.py. (Not asked itself: a fresh environment's old setuptools
-    # cannot be imported once something else has imported distutils.)
-    assert PROJECT["tool"]["setuptools"]["packages"]["find"] == {"include": ["tutorial_engine*"]}
+    setuptools = PROJECT["tool"]["setuptools"]
     folders = {path.parent for path in (ROOT / "tutorial_engine").rglob("*.py")}
     assert not [folder for folder in folders if not (folder / "__init__.py").is_file()]
+    names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert setuptools["packages"] == sorted({*names, "tutorial_engine.kernels"})
+    assert setuptools["package-dir"] == {"tutorial_engine": "tutorial_engine", "tutorial_engine.kernels": "kernels"}
+
+
+def test_kernels_is_no_package_of_its_own() -> None:
+    """transformers looks for a package `kernels` and, finding ours, would take it for the one on PyPI."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    sources = [path for folder in ("tutorial_engine", "kernels", "tests", "bench") for path in
+               (ROOT / folder).rglob("*.py")]
+    assert not [p for p in sources if re.search(r"^\s*(import|from) kernels\b", p.read_text(), re.MULTILINE)]
+    for path in (ROOT / "kernels").glob("*.py"):
+        assert find_spec(f"tutorial_engine.kernels.{path.stem}").origin == str(path)
 
 
 # ---------------------------------------------------------------------- lists of versions

@@ -6,9 +6,11 @@ the notebook helpers) do not wait for torch.
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tutorial_engine.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from tutorial_engine.config import AsyncEngineArgs as AsyncEngineArgs
     from tutorial_engine.config import EngineArgs as EngineArgs
     from tutorial_engine.inputs import PromptType as PromptType
@@ -22,10 +24,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# The kernels live in a folder of their own beside this package, and are imported as `tutorial_engine.kernels`.
+# Installed, they are inside; in a plain checkout this line finds them. (Never import `kernels` itself: a package of
+# that name exists, and transformers looks for it.)
+_ROOT = Path(__file__).resolve().parent.parent
+if (_ROOT / "kernels" / "decode_attention.py").is_file():
+    __path__.append(str(_ROOT))
+
 # public name -> the module of this package that defines it
 _HOME = {
     "LLM": "llm",
     "LLMEngine": "llm_engine",
+    "AsyncLLMEngine": "async_llm",
     "EngineArgs": "config",
     "AsyncEngineArgs": "config",
     "SamplingParams": "sampling_params",

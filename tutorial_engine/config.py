@@ -18,6 +18,7 @@ from typing import Any
 
 from tutorial_engine.exceptions import VLLMValidationError
 from tutorial_engine.kv_events import KVEventsConfig
+from tutorial_engine.logits_processor import resolve_processors
 
 DEFAULT_BLOCK_SIZE = 16
 DTYPES = ("float32", "float16", "bfloat16")
@@ -41,7 +42,6 @@ _NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "speculative_config": (None,),
     "enable_lora": (False, None),
     "async_scheduling": (None, False),
-    "logits_processors": (None,),
     "hf_overrides": (None, {}),
     "cpu_offload_gb": (0,),
 }
@@ -80,6 +80,10 @@ class EngineArgs:
         skip_tokenizer_init: work with token ids only; texts stay empty.
         enable_sleep_mode: nothing to prepare here: `sleep` gives memory back either way.
         kv_events_config: note what enters and leaves the prefix cache, see `KVEventsConfig`.
+        structured_outputs_config: {"backend": "auto" or "guidance", "disable_any_whitespace": bool,
+            "disable_additional_properties": bool}; the last two hold for every request with JSON, False unless said.
+        logits_processors: classes, or texts "package.module:Class", that change the logits of every step, in this
+            order (see `logits_processor.py`).
     """
 
     model: str = ""
@@ -111,6 +115,8 @@ class EngineArgs:
     skip_tokenizer_init: bool = False
     enable_sleep_mode: bool = False
     kv_events_config: Any = None  # a KVEventsConfig from here on
+    structured_outputs_config: dict[str, Any] | None = None
+    logits_processors: list | None = None
     # Accepted with their neutral value only, see _NEUTRAL_ONLY.
     tokenizer_mode: str = "auto"
     trust_remote_code: bool = False
@@ -123,7 +129,6 @@ class EngineArgs:
     speculative_config: dict | None = None
     enable_lora: bool | None = False
     async_scheduling: bool | None = None
-    logits_processors: list | None = None
     hf_overrides: dict | None = None
     cpu_offload_gb: float = 0
 
@@ -152,8 +157,11 @@ class EngineArgs:
             self.max_model_len = -1
         if self.max_model_len != -1:
             self._check_int("max_model_len", 1)
+        if self.logits_processors is not None:
+            self.logits_processors = resolve_processors(self.logits_processors)
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, zero=False)
         _check_fraction("watermark", self.watermark, zero=True)
+        _check_structured_outputs_config(self.structured_outputs_config)
         if not isinstance(self.override_generation_config, dict):
             _fail("override_generation_config", self.override_generation_config, "must be a dict")
         if unknown := sorted(self.override_generation_config.keys() - GENERATION_KEYS.keys()):
@@ -264,6 +272,21 @@ def _resolve_max_model_len(asked: int | str | None, model_max_len: int) -> int:
 
 def _fail(name: str, value: Any, rule: str) -> None:
     raise VLLMValidationError(f"{name} {rule} (got {value!r}).", parameter=name, value=value)
+
+
+def _check_structured_outputs_config(config: Any) -> None:
+    name = "structured_outputs_config"
+    if not isinstance(config, (dict, type(None))):
+        _fail(name, config, "must be a dict")
+    for key, value in (config or {}).items():
+        if key == "backend":
+            if value not in ("auto", "guidance"):
+                _fail(name, value, "has a backend that is not in this engine; 'auto' and 'guidance' both mean the "
+                      "library llguidance")
+        elif key not in ("disable_any_whitespace", "disable_additional_properties"):
+            _fail(name, key, "can hold backend, disable_any_whitespace and disable_additional_properties only")
+        elif not isinstance(value, bool):
+            _fail(name, value, f"must have True or False as {key}")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

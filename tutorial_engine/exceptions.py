@@ -5,7 +5,8 @@
     │   ├── VLLMValidationError              (also a ValueError) knows which parameter, which value
     │   └── ChatTemplateResolutionError      (also a ValueError) the model has no chat template
     ├── ModelLoadError                       (also a ValueError) something keeps a model from loading
-    ├── EngineGenerateError                  one request failed; the engine goes on
+    ├── EngineGenerateError                  some requests failed; the engine goes on
+    ├── EnginePausedError                    not now: no requests are taken until the engine is resumed
     └── EngineDeadError                      the engine itself failed; nothing more will come
 
 The first branch answers "whose fault is it?", which is what a server needs to choose between HTTP 400 and 500.
@@ -61,6 +62,10 @@ class EngineGenerateError(VLLMError):
     def __init__(self, message: str, request_ids: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.request_ids = list(request_ids)
+
+
+class EnginePausedError(VLLMError):
+    """The engine takes no requests until it is resumed. A server answers 503: try again later."""
 
 
 class EngineDeadError(VLLMError):

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from tutorial_engine.config import GENERATION_KEYS, EngineConfig
-from tutorial_engine.exceptions import ChatTemplateResolutionError, VLLMValidationError
+from tutorial_engine.exceptions import ChatTemplateResolutionError, VLLMClientError, VLLMValidationError
 from tutorial_engine.inputs import parse_prompt
 from tutorial_engine.request import Request
 from tutorial_engine.sampling_params import SamplingParams
+from tutorial_engine.structured_outputs import StructuredOutputManager
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class InputProcessor:
         extra = generation_config.get("eos_token_id", [])
         self.extra_eos_ids = [i for i in ([extra] if isinstance(extra, int) else extra or [])
                               if i != self.eos_token_id and 0 <= i < vocab_size]
+        self.structured_outputs = StructuredOutputManager(
+            config.args.structured_outputs_config or {}, tokenizer, vocab_size, self.eos_token_id)
         use_file = config.args.generation_config != "vllm"
         chosen = {**(generation_config if use_file else {}), **config.args.override_generation_config}
         self._defaults = {ours: chosen[theirs] for theirs, ours in GENERATION_KEYS.items()
@@ -95,12 +98,13 @@ class InputProcessor:
             self.eos_token_id is not None))
         bad_words = self._tokenize_bad_words(params.bad_words)
         self._check_something_allowed(params, masked, bad_words)
+        grammars = self.structured_outputs.make_grammars(params.structured_outputs, masked, params.n)
         base_seed = self._rng.getrandbits(63) if params.seed is None else params.seed
         internal_id = f"{request_id}-{next(self._internal_ids):08x}"
         requests = [Request(internal_id if params.n == 1 else f"{i}_{internal_id}", token_ids, params,
                             seed=base_seed + i, eos_token_id=self.eos_token_id, masked_stop_ids=masked,
                             priority=priority, arrival_time=arrival_time, cache_salt=parsed.get("cache_salt"),
-                            bad_words_token_ids=bad_words)
+                            bad_words_token_ids=bad_words, grammar=grammars[i])
                     for i in range(params.n)]
         return parsed.get("prompt"), requests
 
@@ -167,8 +171,9 @@ class InputProcessor:
         """A copy of `params` that fits this model, with max_tokens set and the model's further EOS ids added."""
         # Fields may have been set since the object was made, so they are checked once more.
         params = dataclasses.replace(params)
-        if params.stop or params.bad_words:
-            self._check_tokenizer("stop strings and bad_words", "use stop_token_ids and logit_bias")
+        self._check_with_processors(params)
+        if params.stop or params.bad_words or params.structured_outputs:
+            self._check_tokenizer("stop strings, bad_words or structured_outputs", "use what speaks of token ids")
         if params.prompt_logprobs is not None:
             params.skip_reading_prefix_cache = True  # what a hit spares us is the very thing that is asked for
         for name in ("logprobs", "prompt_logprobs"):
@@ -192,6 +197,22 @@ class InputProcessor:
         if not params.ignore_eos:
             params.stop_token_ids = list(dict.fromkeys([*params.stop_token_ids, *self.extra_eos_ids]))
         return params
+
+    def _check_with_processors(self, params: SamplingParams) -> None:
+        """Let the engine's logits processors look at the parameters, and refuse what only they could read."""
+        processors = self.config.args.logits_processors or []
+        if params.extra_args and not processors:
+            raise VLLMValidationError("extra_args is read by custom logits processors only, and this engine has none: "
+                                      "build it with logits_processors=[...], or leave extra_args None.",
+                                      parameter="extra_args", value=params.extra_args)
+        for processor in processors:
+            try:
+                processor.validate_params(params)
+            except VLLMClientError:
+                raise
+            except Exception as error:  # whatever the processor raises, it is these parameters that it refuses
+                raise VLLMValidationError(f"The logits processor {processor.__name__} refuses the parameters: {error}",
+                                          parameter="extra_args", value=params.extra_args) from error
 
     def _check_something_allowed(self, params: SamplingParams, masked: frozenset[int], bad_words: list[list[int]]
                                  ) -> None:

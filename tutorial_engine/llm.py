@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from tutorial_engine.beam_search import BeamSearchOutput, beam_search
 from tutorial_engine.config import EngineArgs
 from tutorial_engine.exceptions import EngineGenerateError, VLLMValidationError
 from tutorial_engine.inputs import split_prompts
@@ -24,7 +25,7 @@ from tutorial_engine.llm_engine import LLMEngine
 from tutorial_engine.metrics import Metric
 from tutorial_engine.models.default_model import DEFAULT_MODEL
 from tutorial_engine.outputs import RequestOutput
-from tutorial_engine.sampling_params import RequestOutputKind, SamplingParams
+from tutorial_engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 
 class LLM:
@@ -120,6 +121,28 @@ class LLM:
         # The template writes the special tokens itself; adding them again would double the BOS.
         return self.enqueue(prompts, sampling_params, use_tqdm=False, lora_request=lora_request, priority=priority,
                             tokenization_kwargs={"add_special_tokens": False})
+
+    def beam_search(self, prompts: Any, params: BeamSearchParams, lora_request: Any = None,
+                    use_tqdm: bool | Callable[..., tqdm] = False, concurrency_limit: int | None = None
+                    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of each prompt, as far as a beam search finds them (see `beam_search.py`).
+
+        Slower than `generate` by about the beam width; the prefix cache spares it from computing the beams' common
+        beginnings again, so leave enable_prefix_caching on. Logprobs are those of the engine's logprobs_mode.
+
+        Args:
+            prompts: as in `generate`. concurrency_limit: prompts searched at a time; None: all.
+
+        Returns:
+            One `BeamSearchOutput` per prompt, in order.
+
+        Raises:
+            TypeError, VLLMValidationError: a bad prompt, or 2 * beam_width > max_logprobs.
+        """
+        prompts = split_prompts(prompts)
+        return beam_search(self, prompts, params, concurrency_limit=concurrency_limit,
+                           lora_requests=self._one_each("lora_request", lora_request, len(prompts), lambda: None),
+                           bar=lambda steps, desc: self._bar(use_tqdm, steps, desc, unit="token"))
 
     def enqueue(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                 use_tqdm: bool | Callable[..., tqdm] = True, lora_request: Any = None,

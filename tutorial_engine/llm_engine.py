@@ -231,10 +231,19 @@ class LLMEngine:
         manager = self.scheduler.kv_cache_manager
         return {request_id: manager.get_block_ids(request_id) for request_id in manager.req_to_blocks}
 
-    def abort_request(self, request_ids: Iterable[str]) -> None:
-        """End requests by the ids they were added with, and free their blocks at once. Unknown ids are ignored."""
+    def abort_request(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """End requests by the ids they were added with, and free their blocks at once. Unknown ids are ignored.
+
+        Returns:
+            The last outputs of these requests: what was said so far, with the finish_reason "abort".
+        """
+        outputs: list[RequestOutput] = []
         for request_id in list(request_ids):
-            self._end(self.output_processor.internal_ids(request_id), RequestStatus.FINISHED_ABORTED)
+            internal_ids = self.output_processor.internal_ids(request_id)
+            states = [self.output_processor.states[i] for i in internal_ids]
+            self._end(internal_ids, RequestStatus.FINISHED_ABORTED)
+            outputs += self.output_processor.last_outputs(states)
+        return outputs
 
     def _end(self, internal_ids: list[str], status: RequestStatus) -> None:
         with HeldInterrupts():
@@ -311,7 +320,7 @@ class LLMEngine:
                 afterwards; what the cache held of them is computed again).
 
         Returns:
-            What became ready while waiting (mode "wait"), else nothing.
+            What became ready while waiting, or the last outputs of those that were ended.
         """
         self._check_alive()
         for name, value, choices in (("level", level, (0, 1, 2)), ("mode", mode, ("abort", "wait", "keep"))):
@@ -322,7 +331,7 @@ class LLMEngine:
         while mode == "wait" and not self._asleep and self.has_unfinished_requests():
             outputs += self.step()
         if mode == "abort":
-            self.abort_request(self._unfinished_ids())
+            outputs = self.abort_request(self._unfinished_ids())
         self._asleep.add("scheduling")
         if level > 0:
             self.release_kv_cache_memory()
@@ -384,10 +393,12 @@ class LLMEngine:
 
     def close(self) -> None:
         """End all requests and give the memory back. Closing twice does no harm."""
-        if self.model_runner is not None:
-            self.abort_request(self._unfinished_ids())
-            self.model_runner.close()
-            self.model_runner = None
+        runner, self.model_runner = self.model_runner, None
+        if runner is not None:
+            try:
+                self.abort_request(self._unfinished_ids())
+            finally:
+                runner.close()
 
     def _check_alive(self) -> None:
         if self.model_runner is None:

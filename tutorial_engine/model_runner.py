@@ -11,8 +11,10 @@ Owns: weights, cache tensors, the rows of the batch, everything with a device in
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -20,11 +22,15 @@ import torch
 from tutorial_engine.attention import AttentionMetadata
 from tutorial_engine.block_manager import cdiv
 from tutorial_engine.config import EngineConfig
+from tutorial_engine.cuda_graphs import DecodeGraphs
 from tutorial_engine.kv_cache import KVCache, available_kv_cache_bytes, size_kv_cache
+from tutorial_engine.logits_processor import make_processors
 from tutorial_engine.models.decoder import Decoder
 from tutorial_engine.models.loader import ModelSource
-from tutorial_engine.sampler import LogprobsLists, Sampler, SamplingMetadata
+from tutorial_engine.sampler import LogprobsLists, Sampler, SamplingMetadata, needs_only_temperature, noise_key
 from tutorial_engine.scheduler import ScheduledRequest, SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -96,12 +102,14 @@ class ModelRunner:
         self._load = load
         self.model: Decoder | None = load()
         self.device, self.dtype = self.model.device, self.model.dtype
-        self.sampler = Sampler(config.args.logprobs_mode)
+        self.sampler = Sampler(config.args.logprobs_mode, make_processors(config, self.device))
         available = available_kv_cache_bytes(config, self.device, self._activation_bytes())
         self.num_gpu_blocks, self.max_model_len = size_kv_cache(config, self.model.config, self.dtype, available)
         self._model_config = self.model.config
-        self.restore_kv_cache()
+        self.kv_cache: KVCache | None = None
+        self.graphs: DecodeGraphs | None = None
         self.block_tables = BlockTables(config.max_num_seqs, cdiv(self.max_model_len, config.block_size))
+        self.restore_kv_cache()
 
     def _activation_bytes(self) -> int:
         """Upper estimate of one step's temporaries: the MLP of a full budget, and logits of all seats in float32."""
@@ -113,6 +121,8 @@ class ModelRunner:
     def execute_model(self, out: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step. `out` must schedule at least one token."""
         steps = list(out.scheduled.values())
+        if self.graphs is not None and all(s.num_tokens == 1 and s.samples for s in steps):
+            return self._decode(self.graphs, out, steps)
         input_ids, positions, metadata = self._prepare_inputs(out, steps)
         hidden = self.model(input_ids, positions, self.kv_cache, metadata)
         result = ModelRunnerOutput()
@@ -126,6 +136,23 @@ class ModelRunner:
                 logits, SamplingMetadata(requests, logits.shape[1], self.device))
             result.sampled_token_ids = {r.request_id: [t] for r, t in zip(requests, token_ids)}
         return result
+
+    def _decode(self, graphs: DecodeGraphs, out: SchedulerOutput, steps: list[ScheduledRequest]) -> ModelRunnerOutput:
+        """A step in which everyone computes one token and samples, by CUDA graph."""
+        tables = self.block_tables.table[self.block_tables.update(out)]
+        self._clear_tails(steps)
+        requests = [s.request for s in steps]
+        logits, sampled = graphs.replay(
+            np.array([r.all_token_ids[-1] for r in requests]), np.array([s.start for s in steps]),
+            np.array([r.sampling_params.temperature for r in requests]),
+            np.array([noise_key(r.seed, r.num_tokens) for r in requests]), tables)
+        logprobs = None
+        if all(needs_only_temperature(r) for r in requests) and not self.sampler.processors:
+            token_ids = sampled.tolist()
+        else:
+            token_ids, logprobs = self.sampler(
+                logits.float(), SamplingMetadata(requests, logits.shape[1], self.device))
+        return ModelRunnerOutput({r.request_id: [t] for r, t in zip(requests, token_ids)}, logprobs)
 
     def _prepare_inputs(self, out: SchedulerOutput, steps: list[ScheduledRequest]
                         ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
@@ -176,16 +203,18 @@ class ModelRunner:
 
     def release_kv_cache(self) -> None:
         """Give the cache's memory back; what it held is lost."""
-        self.kv_cache: KVCache | None = None
+        self.kv_cache = self.graphs = None
         self._empty_device_cache()
 
     def restore_kv_cache(self) -> None:
         """An empty cache of the same size."""
         self.kv_cache = KVCache(self._model_config, self.num_gpu_blocks, self.config.block_size, self.dtype,
                                 self.device)
+        self._record_graphs()
 
     def release_weights(self, keep_copy: bool) -> None:
         """Give the weights' memory back: move them to the CPU's memory, or drop them."""
+        self.graphs = None  # they remember where the weights were
         if keep_copy and self.model is not None:
             self.model.move_to(torch.device("cpu"))
         else:
@@ -197,10 +226,22 @@ class ModelRunner:
         if self.model is None:
             self.model = self._load()
         self.model.move_to(self.device)
+        self._record_graphs()
+
+    def _record_graphs(self) -> None:
+        """Once weights and cache are in their places, on a GPU, with Triton, unless `enforce_eager`."""
+        if self.device.type != "cuda" or self.config.args.enforce_eager or not self.model or not self.kv_cache:
+            return
+        head_dim = self._model_config.head_dim
+        if find_spec("triton") is None or head_dim & (head_dim - 1):
+            logger.warning("No CUDA graphs: they need Triton (on Linux: pip install triton), and heads whose size is a "
+                           "power of two; this model's have %d.", head_dim)
+            return
+        self.graphs = DecodeGraphs(self.config, self.model, self.kv_cache, self.block_tables.table.shape[1])
 
     def close(self) -> None:
         """Let go of weights and cache, and give a GPU's memory back."""
-        self.model = self.kv_cache = None
+        self.model = self.kv_cache = self.graphs = None
         self._empty_device_cache()
 
     def _empty_device_cache(self) -> None:

@@ -129,12 +129,16 @@ class OutputProcessor:
         return len({id(state.parent) for state in self.states.values()})
 
     def forget(self, internal_ids: list[str], finish_reason: str) -> IterationStats:
-        """Drop requests that end without an output ("abort", "error"); what there is to say about them is returned."""
+        """Drop requests that are ended from outside ("abort", "error"); the numbers about them are returned."""
         now, stats = time.monotonic(), IterationStats()
         for internal_id in internal_ids:
             if state := self.states.pop(internal_id, None):
                 stats.finished.append(state.finished_stats(finish_reason, now))
         return stats
+
+    def last_outputs(self, states: list[RequestState]) -> list[RequestOutput]:
+        """What requests that were aborted have said."""
+        return [output for state in states if (output := self._make_output(state)) is not None]
 
     def process(self, plan: SchedulerOutput, result: ModelRunnerOutput, kept: dict[str, list[int]]
                 ) -> tuple[list[RequestOutput], list[str]]:
@@ -159,7 +163,7 @@ class OutputProcessor:
             state = self.states[internal_id]
             if self._take_tokens(state, token_ids, now):
                 stopped.append(internal_id)
-            if result.logprobs is not None and state.logprobs is not None:
+            if result.logprobs is not None and state.logprobs is not None and token_ids:
                 state.add_logprobs(result.logprobs, row)
             if output := self._make_output(state):
                 outputs.append(output)
@@ -182,6 +186,8 @@ class OutputProcessor:
             request.status = RequestStatus.FINISHED_STOPPED
             token_ids = token_ids[:num_kept]
         state.token_ids += token_ids
+        if not token_ids:  # a grammar left no choice
+            return False
         stats, step = state.stats, self.iteration_stats
         step.num_generation_tokens += len(token_ids)
         if not stats.first_token_ts:
@@ -220,4 +226,4 @@ class OutputProcessor:
             prompt_logprobs=prompt_logprobs, outputs=completions,
             finished=len(parent.finished) == len(parent.requests),
             metrics=dataclasses.replace(state.stats) if self.log_stats else None,
-            num_cached_tokens=parent.requests[0].num_cached_tokens)
+            num_cached_tokens=max(parent.requests[0].num_cached_tokens, 0))  # -1: aborted before it was scheduled

@@ -3,7 +3,7 @@
     outputs = llm.generate(prompts)            a list, in the order of the prompts
     outputs[i].outputs[j].text                 the doubled name: prompt i, completion j (j > 0 only if n > 1)
 
-Owns: the two records and their helpful errors. Does not own: filling them (`output_processor.py`).
+Owns: the two records, their helpful errors, joining two of them. Does not own: filling them (`output_processor.py`).
 """
 
 from __future__ import annotations
@@ -44,6 +44,15 @@ class CompletionOutput:
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def add_delta(self, delta: CompletionOutput) -> None:
+        """Append what the same completion said next."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs += delta.logprobs
+        self.cumulative_logprob = delta.cumulative_logprob
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
 @dataclass
@@ -89,6 +98,25 @@ class RequestOutput:
     prompt_token_id_logprobs: Any = field(default=None, repr=False)
     kv_transfer_params: dict | None = field(default=None, repr=False)
     ec_transfer_params: dict | None = field(default=None, repr=False)
+
+    def add(self, next_output: RequestOutput, aggregate: bool) -> None:
+        """Take in a later output of the same request, for a consumer that has not come for this one yet.
+
+        Args:
+            aggregate: the completions are deltas, to be joined; else the later one of an index replaces the earlier.
+        """
+        self.finished = next_output.finished
+        self.metrics = next_output.metrics
+        self.num_cached_tokens = next_output.num_cached_tokens
+        self.prompt_logprobs = next_output.prompt_logprobs or self.prompt_logprobs  # deltas bring them once
+        position = {completion.index: i for i, completion in enumerate(self.outputs)}
+        for completion in next_output.outputs:
+            if completion.index not in position:
+                self.outputs.append(completion)
+            elif aggregate:
+                self.outputs[position[completion.index]].add_delta(completion)
+            else:
+                self.outputs[position[completion.index]] = completion
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names that the record does not have. The most common slip gets an answer.

@@ -15,8 +15,12 @@ from __future__ import annotations
 
 import enum
 import time
+from typing import TYPE_CHECKING
 
 from tutorial_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tutorial_engine.structured_outputs import Grammar
 
 
 class RequestStatus(enum.IntEnum):
@@ -60,12 +64,13 @@ class Request:
         priority: lower goes first under the "priority" policy.
         arrival_time: seconds; ties of priority are broken by it.
         cache_salt: mixed into the hash of the first block, so that only equal salts share blocks.
+        grammar: what its output must look like, see `structured_outputs.py`; None: anything.
     """
 
     def __init__(self, request_id: str, prompt_token_ids: list[int], sampling_params: SamplingParams, *, seed: int = 0,
                  eos_token_id: int | None = None, masked_stop_ids: frozenset[int] = frozenset(), priority: int = 0,
                  arrival_time: float | None = None, cache_salt: str | None = None,
-                 bad_words_token_ids: list[list[int]] | None = None) -> None:
+                 bad_words_token_ids: list[list[int]] | None = None, grammar: Grammar | None = None) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params
         self.seed = seed
@@ -75,6 +80,7 @@ class Request:
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.cache_salt = cache_salt
         self.bad_words_token_ids = bad_words_token_ids or []
+        self.grammar = grammar
         self.all_token_ids: list[int] = list(prompt_token_ids)  # prompt, then output
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0

@@ -1,8 +1,9 @@
 """The sampler: from logits to one token per row, and what to report about it.
 
-    raw logits -+-> allowed ids, logit_bias, min_tokens -> penalties -> bad words -> temperature -> min_p
-                |                                                        -> top_k -> top_p -> Gumbel-max -> token
-                +-> logprobs (by default of the raw logits: what the model thought, not what the knobs made of it)
+    raw logits -> grammar -+-> allowed ids, logit_bias, min_tokens -> penalties -> bad words -> custom processors
+                           |                   -> temperature -> min_p -> top_k -> top_p -> Gumbel-max -> token
+                           +-> logprobs (by default of the raw logits: what the model thought, not what the knobs
+                               made of it; a grammar is no knob, so what it forbids has -inf there too)
 
 The order is vLLM's. Every stage works on all rows at once and is skipped when no row asks for it.
 
@@ -21,8 +22,10 @@ from dataclasses import dataclass
 
 import torch
 
+from tutorial_engine.logits_processor import ProcessorPipeline
 from tutorial_engine.request import Request
 from tutorial_engine.sampling_params import SamplingParams
+from tutorial_engine.structured_outputs import NO_TOKEN, apply_grammars, rows_without_choice
 
 # top_k and top_p look at this many of the most likely tokens first, and sort a whole row only if that is not enough.
 HEAD = 256
@@ -75,19 +78,26 @@ class Sampler:
 
     Args:
         logprobs_mode: which values are reported, see `EngineArgs`.
+        processors: the engine's custom logits processors.
     """
 
-    def __init__(self, logprobs_mode: str = "raw_logprobs") -> None:
+    def __init__(self, logprobs_mode: str = "raw_logprobs", processors: ProcessorPipeline | None = None) -> None:
         self.logprobs_mode = logprobs_mode
+        self.processors = processors or ProcessorPipeline()
 
     def __call__(self, logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[list[int], LogprobsLists | None]:
-        """Args: logits [rows, vocab_size] float32, not kept. Returns: (token id per row, logprobs or None)."""
+        """Args: logits [rows, vocab_size] float32, not kept. Returns: (token id per row, logprobs or None).
+
+        A row whose grammar and other rules leave no token at all gets NO_TOKEN.
+        """
+        apply_grammars(logits, metadata.requests)
         wants_logprobs = any(p.logprobs is not None for p in metadata.params)
         # The stages below work in place, so the raw values are copied first, if someone will ask for them.
         raw = logits.clone() if wants_logprobs and self.logprobs_mode.startswith("raw") else None
         apply_token_rules(logits, metadata)
         apply_penalties(logits, metadata)
         apply_bad_words(logits, metadata)
+        logits = self.processors.apply(logits, metadata.requests, metadata.random_rows)
         sampled = logits.argmax(dim=-1)
         if metadata.random_rows:
             rows = torch.tensor(metadata.random_rows, device=logits.device)
@@ -97,6 +107,8 @@ class Sampler:
             if wants_logprobs and raw is None:
                 logits[rows] = truncate(drawn, metadata.top_k, metadata.top_p)
         token_ids = sampled.tolist()
+        for row in rows_without_choice(logits, metadata.requests):
+            token_ids[row] = NO_TOKEN
         if not wants_logprobs:
             return token_ids, None
         values = logits if raw is None else raw
@@ -144,6 +156,15 @@ class Sampler:
             sampled_ranks=ranks.tolist())
 
 
+def needs_only_temperature(request: Request) -> bool:
+    """True if Gumbel-max over a whole row is all that this request wants of its next token."""
+    p = request.sampling_params
+    return (p.top_k <= 0 and p.top_p == 1.0 and p.min_p == 0.0 and p.logprobs is None
+            and p.repetition_penalty == 1.0 and p.frequency_penalty == 0.0 and p.presence_penalty == 0.0
+            and not p.logit_bias and p.allowed_token_ids is None and not request.bad_words_token_ids
+            and request.grammar is None and request.num_output_tokens >= p.min_tokens)
+
+
 def apply_token_rules(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
     """allowed_token_ids, logit_bias and min_tokens, in place."""
     biased: list[tuple[int, int, float]] = []
@@ -155,7 +176,7 @@ def apply_token_rules(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
             logits[row, p.allowed_token_ids] = allowed
         if p.logit_bias:
             biased += [(row, token_id, bias) for token_id, bias in p.logit_bias.items()]
-        if request.num_output_tokens < p.min_tokens:
+        if request.num_output_tokens < p.min_tokens and _can_go_on(request, logits[row]):
             forbidden += [(row, token_id) for token_id in request.masked_stop_ids]
     if biased:
         rows, ids, values = zip(*biased)
@@ -163,6 +184,15 @@ def apply_token_rules(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
     if forbidden:
         rows, ids = zip(*forbidden)
         logits[list(rows), list(ids)] = -torch.inf
+
+
+def _can_go_on(request: Request, logits: torch.Tensor) -> bool:
+    """False if a grammar leaves nothing but stop tokens in `logits` [vocab_size]; then min_tokens has to yield."""
+    if request.grammar is None:
+        return True
+    others = logits.clone()
+    others[list(request.masked_stop_ids)] = -torch.inf
+    return others.max().item() > -torch.inf
 
 
 def apply_penalties(logits: torch.Tensor, metadata: SamplingMetadata) -> None:

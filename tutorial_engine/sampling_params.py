@@ -1,4 +1,4 @@
-"""`SamplingParams`: how a request wants its tokens chosen, and when it wants to stop.
+"""`SamplingParams`: how a request wants its tokens chosen, and when it wants to stop. `BeamSearchParams` beside it.
 
 Owns: the fields, their defaults and their ranges. Does not own: what the fields do to the logits (`sampler.py`), to the
 text (`detokenizer.py`) or to the length of a request (`scheduler.py`). Names, order, defaults and ranges are vLLM's.
@@ -7,16 +7,20 @@ text (`detokenizer.py`) or to the length of a request (`scheduler.py`). Names, o
     knobs on single tokens         presence / frequency / repetition penalty, logit_bias, allowed_token_ids, bad_words
     when to stop                   max_tokens  min_tokens  stop  stop_token_ids  ignore_eos
     what to hand back              n  logprobs  prompt_logprobs  detokenize  skip_special_tokens  output_kind
+    a form to keep to              structured_outputs (`StructuredOutputsParams`; done in `structured_outputs.py`)
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
+import json
 import logging
 import math
 import numbers
 import os
+import re
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
@@ -30,14 +34,16 @@ MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 2.0
 GREEDY_TEMPERATURE = 1e-5  # below it a request is greedy
 FLOAT32_MAX = 3.4028234663852886e38  # what the sampler computes in
+MAX_NESTING = 64  # of a structured output's description: compilers work on it recursively
 
 # Keywords people bring from elsewhere, and what to tell them.
 _REMOVED = {
     "best_of": "vLLM removed it: ask for n completions and rank them by cumulative_logprob.",
-    "use_beam_search": "vLLM moved it out of SamplingParams, to LLM.beam_search, which this engine does not have.",
-    "length_penalty": "It belonged to beam search, which is no longer a sampling parameter.",
-    "early_stopping": "It belonged to beam search, which is no longer a sampling parameter.",
-    "logits_processors": "vLLM has no per-request processors any more; they are given to the engine.",
+    "use_beam_search": "vLLM moved it out of SamplingParams: call LLM.beam_search with BeamSearchParams.",
+    "length_penalty": "It belongs to beam search, which moved out of SamplingParams: see BeamSearchParams.",
+    "early_stopping": "It belonged to beam search, which is no longer a sampling parameter and has no such option.",
+    "logits_processors": "vLLM has no per-request processors any more; classes are given to the engine: "
+                         "LLM(logits_processors=[...]).",
     "guided_decoding": "vLLM renamed it to structured_outputs.",
     "truncate_prompt_tokens": "Pass it in tokenization_kwargs of generate() instead.",
 }
@@ -57,6 +63,90 @@ class RequestOutputKind(Enum):
 
 
 @dataclass
+class StructuredOutputsParams:
+    """The form that an output must have: exactly one of the first five or `structural_tag`.
+
+    Args:
+        json: JSON schema, as a dict or as text.
+        regex: the whole output matches it (syntax of Rust's regex: no look-around, no back references).
+        choice: the output is one of these texts.
+        grammar: context-free grammar, in Lark's or llama.cpp's (GBNF) notation.
+        json_object: True for any JSON object.
+        disable_any_whitespace: JSON without any white space between its parts.
+        disable_additional_properties: JSON objects have no other properties than those that the schema names.
+        whitespace_pattern: regex of the white space that is allowed between the parts of JSON.
+        structural_tag: free text with tagged parts in it, as JSON: {"triggers": ["<f="], "structures": [{"begin":
+            "<f=add>", "schema": {...}, "end": "</f>"}]}.
+
+    Raises:
+        VLLMValidationError: none of the constraints, or several. What they hold is checked when a request is added.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        self.constraint()
+
+    def constraint(self) -> tuple[str, Any]:
+        """(name, value) of the one constraint that is given."""
+        given = [(name, value) for name in ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+                 if (value := getattr(self, name)) is not None]
+        if len(given) != 1:
+            raise VLLMValidationError(
+                "structured_outputs needs exactly one of json, regex, choice, grammar, json_object and structural_tag; "
+                f"got {', '.join(name for name, _ in given) or 'none of them'}.", parameter="structured_outputs")
+        return given[0]
+
+    def verify(self) -> tuple[str, Any]:
+        """Check everything that can be checked without compiling. Returns `constraint()`, with JSON parsed.
+
+        Raises:
+            VLLMValidationError: empty, of the wrong type, nested too deeply, or an option that goes with JSON only.
+        """
+        name, value = self.constraint()
+        rule = {"json_object": "must be True or left out", "json": "must be a JSON schema, as a dict or as text",
+                "choice": "must be a list of at least one text"}.get(name, "must be text, and not only blanks")
+        if name == "choice":
+            good = isinstance(value, (list, tuple)) and bool(value) and all(isinstance(v, str) for v in value)
+        elif name == "json_object":
+            good = value is True
+        elif name == "regex":
+            good = isinstance(value, str)  # an empty one describes the empty output
+        else:
+            good = (isinstance(value, str) and bool(value.strip())) or (name == "json" and isinstance(value, dict))
+        if not good:
+            _fail(f"structured_outputs.{name}", value, rule)
+        value = _parse_json(name, value) if name in ("json", "structural_tag") else value
+        if _is_too_deep(value):
+            raise VLLMValidationError(f"structured_outputs.{name} is nested more than {MAX_NESTING} levels deep.",
+                                      parameter=f"structured_outputs.{name}")
+        self._verify_options(name)
+        return name, value
+
+    def _verify_options(self, name: str) -> None:
+        for option in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+            value = getattr(self, option)
+            wanted = (str, type(None)) if option == "whitespace_pattern" else bool
+            if not isinstance(value, wanted):
+                _fail(f"structured_outputs.{option}", value, "must be text" if wanted is not bool else
+                      "must be True or False")
+            fits = ("json", "structural_tag") + ("json_object",) * (option != "disable_additional_properties")
+            if value not in (None, False) and name not in fits:
+                _fail(f"structured_outputs.{option}", value, f"has no meaning for {name}; leave it out")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            _fail("structured_outputs.whitespace_pattern", self.whitespace_pattern,
+                  "contradicts disable_any_whitespace=True; give one of them")
+
+
+@dataclass
 class SamplingParams:
     """Sampling and stopping parameters of one request.
 
@@ -71,6 +161,7 @@ class SamplingParams:
         seed: makes a request reproducible whatever else is in its batch; None draws a seed at admission.
         stop: strings that end the text; the match is cut off unless include_stop_str_in_output.
         max_tokens: at most this many output tokens, 16 unless said; None: up to the context limit.
+        extra_args: values for custom logits processors; refused by an engine that has none.
         logprobs, prompt_logprobs: None, -1 (whole vocabulary) or the number of alternatives per position.
 
     Raises:
@@ -102,7 +193,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
 
@@ -202,10 +293,13 @@ class SamplingParams:
             setattr(self, name, _check_int(name, getattr(self, name), low, high))
 
     def _verify_supported(self) -> None:
-        if self.structured_outputs is not None:
-            _fail("structured_outputs", self.structured_outputs, "is not in this engine; leave it None")
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
+            _fail("structured_outputs", self.structured_outputs, "must be a StructuredOutputsParams")
         if self.extra_args is not None:
-            _fail("extra_args", self.extra_args, "is read by custom logits processors only, and this engine has none")
+            if not isinstance(self.extra_args, dict):
+                _fail("extra_args", self.extra_args, "must be a dict, of values for custom logits processors")
+            _check_extra(self.extra_args)
+            self.extra_args = dict(self.extra_args)
         if self.spaces_between_special_tokens is not True:
             _fail("spaces_between_special_tokens", self.spaces_between_special_tokens,
                   "is not in this engine; leave it True")
@@ -222,8 +316,75 @@ class SamplingParams:
         return copy.deepcopy(self)
 
 
+@dataclass
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`; names and defaults are vLLM's.
+
+    Args:
+        beam_width: sequences kept at each step, and returned.
+        max_tokens: longest generation, in tokens.
+        ignore_eos: let a beam go on after an EOS.
+        temperature: in [0, 2]. Scores never depend on it. Above 0 each beam also draws a token, as any request does,
+            which becomes a candidate if it is not among the beam's 2 * beam_width most likely ones anyway.
+        length_penalty: exponent of the length in the score, in [-50, 50]: 0 compares sums of log-probabilities, 1 their
+            means; larger values favour longer sequences.
+        include_stop_str_in_output: keep the text of the EOS that ended a beam.
+
+    Raises:
+        VLLMValidationError: a value out of range; `.parameter` names it. TypeError: not a number.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        self.beam_width = _check_int("beam_width", self.beam_width, 1)
+        self.max_tokens = _check_int("max_tokens", self.max_tokens, 1)
+        self.temperature = _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        # The length of any context to the power of 50 is still a float.
+        self.length_penalty = _check_float("length_penalty", self.length_penalty, -50.0, 50.0)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                _fail(name, getattr(self, name), "must be True or False")
+
+
 def _fail(name: str, value: Any, rule: str) -> None:
     raise VLLMValidationError(f"{name} {rule}, got {value!r}.", parameter=name, value=value)
+
+
+def _parse_json(name: str, value: Any) -> Any:
+    """`value` with nothing in it but what JSON knows, parsed if it is text."""
+    try:
+        return json.loads(value if isinstance(value, str) else json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise VLLMValidationError(f"structured_outputs.{name} is not JSON: {error}.",
+                                  parameter=f"structured_outputs.{name}") from error
+
+
+def _is_too_deep(value: Any) -> bool:
+    """True if parsed JSON, or brackets in a text (a regex or a grammar), are nested beyond MAX_NESTING."""
+    if isinstance(value, str):
+        steps = ((c in "([{") - (c in ")]}") for c in re.sub(r"\\.", "", value))
+        return max(itertools.accumulate(steps), default=0) > MAX_NESTING
+    level = [value]
+    for _ in range(MAX_NESTING):
+        containers = [node for node in level if isinstance(node, (dict, list))]
+        level = [child for node in containers for child in (node.values() if isinstance(node, dict) else node)]
+    return any(isinstance(node, (dict, list)) for node in level)
+
+
+def _check_extra(value: Any) -> None:
+    """Integers at any depth must fit into 64 bits: they may have to cross a process border or enter a tensor."""
+    if isinstance(value, numbers.Integral):
+        if not -(2**63) <= int(value) < 2**64:
+            _fail("extra_args", value, "must hold integers of at most 64 bits")
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_extra(item)
 
 
 def _check_list(name: str, value: Any) -> list[Any]:

@@ -225,7 +225,8 @@ class Scheduler:
             sampled_token_ids: per request id, the new tokens of this step.
 
         Returns:
-            Per request id, the tokens that were kept (those after a stop are not).
+            Per request id, the tokens that were kept (those after a stop are not, nor what a grammar refuses: it
+            ends the request as an error).
         """
         self.kv_cache_manager.commit_step()
         del self.dropped_req_ids[:len(out.dropped_req_ids)]
@@ -234,6 +235,10 @@ class Scheduler:
             request = out.scheduled[request_id].request
             new = kept[request_id] = []
             for token_id in token_ids:
+                if request.grammar is not None and not request.grammar.accept_token(token_id):
+                    request.status = RequestStatus.FINISHED_ERROR
+                    self._remove(request)
+                    break
                 new.append(token_id)
                 if request.append_output_token(token_id, self.config.max_model_len):
                     self._remove(request)

@@ -136,8 +136,8 @@ for output in llm.wait_for_completion():
     print(repr(output.prompt), "->", repr(output.outputs[0].text))
 
 # %% [markdown]
-# What is in a step? Most lines of `LLMEngine.step`, in [llm_engine.py](../../tutorial_engine/llm_engine.py), care for errors.
-# These do the work:
+# What is in a step? Most lines of `LLMEngine.step`, in [llm_engine.py](../../tutorial_engine/llm_engine.py), care for
+# errors. These do the work:
 
 # %%
 work = ("schedule()", "execute_model(", "update_from_output(", "output_processor.process(")

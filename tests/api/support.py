@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.core.support import make_config
 from tutorial_engine import LLM, LLMEngine, RequestOutput, SamplingParams
+from tutorial_engine.logits_processor import ProcessorPipeline, make_processors
 from tutorial_engine.model_runner import ModelRunnerOutput
 from tutorial_engine.request import Request
 from tutorial_engine.sampler import Sampler, SamplingMetadata
@@ -110,10 +111,11 @@ class ScriptedRunner:
     """
 
     def __init__(self, script: Script, vocab_size: int, num_gpu_blocks: int, max_model_len: int, logprobs_mode: str,
-                 before: Callable[[SchedulerOutput], None] | None = None) -> None:
+                 before: Callable[[SchedulerOutput], None] | None = None, processors: ProcessorPipeline | None = None
+                 ) -> None:
         self.script, self.vocab_size, self.before = script, vocab_size, before
         self.num_gpu_blocks, self.max_model_len = num_gpu_blocks, max_model_len
-        self.sampler = Sampler(logprobs_mode)
+        self.sampler = Sampler(logprobs_mode, processors)
         self.plans: list[SchedulerOutput] = []
 
     def logits(self, request: Request) -> torch.Tensor:
@@ -147,7 +149,8 @@ def scripted_engine(tokenizer: PreTrainedTokenizerFast, script: Script, *, max_m
                     before: Callable[[SchedulerOutput], None] | None = None, **args: Any) -> LLMEngine:
     config = make_config(max_model_len, **args)
     vocab_size = len(tokenizer)
-    runner = ScriptedRunner(script, vocab_size, num_gpu_blocks, max_model_len, config.args.logprobs_mode, before)
+    runner = ScriptedRunner(script, vocab_size, num_gpu_blocks, max_model_len, config.args.logprobs_mode, before,
+                            make_processors(config, torch.device("cpu")))
     return LLMEngine(config, runner, tokenizer, vocab_size, generation_config or {})
 
 

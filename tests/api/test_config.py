@@ -53,7 +53,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("tokenizer_mode", "slow"), ("quantization", "awq"), ("prefix_caching_hash_algo", "xxhash"),
     ("kv_cache_dtype", "fp8"), ("tensor_parallel_size", 2), ("pipeline_parallel_size", 2), ("data_parallel_size", 2),
     ("speculative_config", {"method": "ngram"}), ("enable_lora", True), ("enable_sleep_mode", 1),
-    ("async_scheduling", True), ("logits_processors", []), ("hf_overrides", {"a": 1}), ("cpu_offload_gb", 1),
+    ("async_scheduling", True), ("hf_overrides", {"a": 1}), ("cpu_offload_gb", 1),
     ("skip_tokenizer_init", "no"), ("kv_events_config", {"publisher": "zmq"}),
     ("kv_events_config", {"topic": ""}), ("trust_remote_code", "yes")]
 

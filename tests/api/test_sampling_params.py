@@ -83,7 +83,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("output_kind", 0), ("output_kind", "DELTA"),
     ("ignore_eos", "no"), ("detokenize", None), ("skip_special_tokens", 0), ("include_stop_str_in_output", "yes"),
     ("skip_reading_prefix_cache", "no"),
-    ("structured_outputs", {"json": {}}), ("extra_args", {"a": 1}), ("spaces_between_special_tokens", False),
+    ("structured_outputs", {"json": {}}), ("spaces_between_special_tokens", False),
 ]
 
 
@@ -194,7 +194,7 @@ def test_min_tokens_against_max_tokens() -> None:
 
 
 @pytest.mark.parametrize("name, hint", [
-    ("best_of", "rank them"), ("use_beam_search", "moved"), ("length_penalty", "beam search"),
+    ("best_of", "rank them"), ("use_beam_search", "LLM.beam_search"), ("length_penalty", "beam search"),
     ("early_stopping", "beam search"), ("logits_processors", "given to the engine"),
     ("guided_decoding", "structured_outputs"), ("truncate_prompt_tokens", "tokenization_kwargs"),
     ("repetition_detection", "vLLM has it; this engine does not"), ("logprob_token_ids", "this engine does not"),

@@ -9,6 +9,7 @@ from tests.api.support import greedy
 from tests.core.support import assert_clean
 from tutorial_engine import LLM
 from tutorial_engine.exceptions import EngineGenerateError, VLLMValidationError
+from tutorial_engine.sampling_params import StructuredOutputsParams
 
 PROMPT = {"prompt_token_ids": list(range(10, 50))}
 LONG = greedy(24, ignore_eos=True)
@@ -51,7 +52,11 @@ def test_e16_what_becomes_of_those_that_run(llm: LLM, mode: str) -> None:
     assert llm.llm_engine.step() == [], "nothing is computed meanwhile"
     llm.wake_up()
     outputs = llm.wait_for_completion(use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in outputs] == ([] if mode == "abort" else [right])
+    (completion,) = outputs[0].outputs
+    if mode == "abort":
+        assert (completion.token_ids, completion.finish_reason) == (right[:5], "abort")
+    else:
+        assert completion.token_ids == right
     assert_clean(llm.llm_engine)
 
 
@@ -116,6 +121,8 @@ def test_l3_ids_only(tiny_model: Path, llm: LLM) -> None:
     for use in (lambda: bare.generate("text", use_tqdm=False), lambda: bare.get_tokenizer(),
                 lambda: bare.generate(PROMPT, greedy(stop=["a"]), use_tqdm=False),
                 lambda: bare.generate(PROMPT, greedy(bad_words=["a"]), use_tqdm=False),
+                lambda: bare.generate(PROMPT, greedy(structured_outputs=StructuredOutputsParams(choice=["a"])),
+                                      use_tqdm=False),
                 lambda: bare.chat([{"role": "user", "content": "a"}], use_tqdm=False)):
         with pytest.raises(VLLMValidationError, match="skip_tokenizer_init"):
             use()

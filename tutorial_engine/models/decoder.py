@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +76,46 @@ class DecoderLayer(nn.Module):
         return x + self.down_proj(F.silu(gate).mul_(up))
 
 
+    def forward_fused(self, delta: torch.Tensor, residual: torch.Tensor, step: FusedStep) -> torch.Tensor:
+        """The same on a GPU with Triton's kernels: five launches besides the four products.
+
+        Args:
+            delta: what the layer before has to add to the residual stream. residual: that stream, changed in place.
+                Both [num_tokens, hidden_size].
+
+        Returns:
+            What this layer's MLP has to add: the next norm adds it on its way.
+        """
+        c, k = self.config, step.kernels
+        h = k.add_rms_norm(delta, residual, self.input_norm, self.eps)
+        norms = (self.q_norm, self.k_norm) if c.qk_norm else None
+        query = k.rope_kv_write(self.qkv_proj(h), step.positions, step.slot_mapping, step.cos, step.sin,
+                                step.kv_cache.key[self.index], step.kv_cache.value[self.index],
+                                c.num_attention_heads, norms, self.eps)
+        attended = step.attend(query, self.index)
+        h = k.add_rms_norm(self.o_proj(attended.flatten(1)), residual, self.post_attention_norm, self.eps)
+        return self.down_proj(k.silu_mul(self.gate_up_proj(h)))
+
+
+@dataclass
+class FusedStep:
+    """What `forward_fused` needs to know about a step.
+
+    Attributes:
+        kernels: a namespace with add_rms_norm, rope_kv_write and silu_mul.
+        positions, slot_mapping: [num_tokens] int64. cos, sin: the whole tables of `RotaryEmbedding`.
+        attend: (query [num_tokens, num_heads, head_dim], layer) -> the same shape.
+    """
+
+    kernels: Any
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    kv_cache: KVCache
+    attend: Callable[[torch.Tensor, int], torch.Tensor]
+
+
 class Decoder(nn.Module):
     """The whole model.
 
@@ -108,6 +150,23 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin, kv_cache, metadata)
         return rms_norm(x, self.norm, self.eps)
+
+    def forward_fused(self, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
+                      kv_cache: KVCache, attend: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+        """`forward` with Triton's kernels, for a GPU. `attend` gets each layer's queries once its K and V are
+        stored.
+
+        Returns:
+            Hidden states after the last norm, [num_tokens, hidden_size].
+        """
+        from tutorial_engine.kernels import fused
+
+        step = FusedStep(fused, positions, slot_mapping, self.rotary.cos, self.rotary.sin, kv_cache, attend)
+        residual = self.embed_tokens[input_ids]
+        delta = torch.zeros_like(residual)
+        for layer in self.layers:
+            delta = layer.forward_fused(delta, residual, step)
+        return fused.add_rms_norm(delta, residual, self.norm, self.eps)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits in float32, [rows, vocab_size]; only rows that choose a token need them."""

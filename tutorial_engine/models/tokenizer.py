@@ -99,6 +99,11 @@ class LazyTokenizer:
         """transformers' own object, for those who check its type."""
         return self._make_full()
 
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """The `tokenizers` library's object."""
+        return self._backend if self._is_enough({}) else self.full.backend_tokenizer
+
     def _is_enough(self, more: dict[str, Any]) -> bool:
         """Whether the backend can answer: nobody has made the real one, or asks for what only that can do."""
         return "full" not in self.__dict__ and not more

@@ -1,0 +1,101 @@
+"""From the qkv projection to what attention reads: norm, turn, and write to the cache, in one pass.
+
+    a token's row of qkv   [ q0 q1 .. | k0 k1 .. | v0 v1 .. ]       heads of head_dim numbers
+                              |          |          |
+                            norm?      norm?        |                Qwen3 only
+                            RoPE       RoPE         |
+                              v          v          v
+                            query      key cache  value cache        block, head, offset of slot_mapping
+
+One program takes one head of one token. Unfused, each arrow is a launch and a trip to memory.
+
+RoPE: Su et al., arXiv 2104.09864. The cache's layout is `KVCache`'s: [num_blocks, num_kv_heads, block_size, head_dim].
+Twin: `torch_rope_kv_write`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rope_kv_write(qkv_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, query_ptr, key_ptr,
+                   value_ptr, eps, num_heads, num_kv_heads, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+                   HAS_NORM: tl.constexpr):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    half: tl.constexpr = HEAD_DIM // 2
+    i = tl.arange(0, half)
+    source = qkv_ptr + (token * (num_heads + 2 * num_kv_heads) + head) * HEAD_DIM
+    # A head's two halves: RoPE turns (low[i], high[i]) as a pair.
+    low = tl.load(source + i).to(tl.float32)
+    high = tl.load(source + half + i).to(tl.float32)
+    if head < num_heads + num_kv_heads:
+        if HAS_NORM:
+            norm_ptr = q_norm_ptr if head < num_heads else k_norm_ptr
+            scale = tl.rsqrt((tl.sum(low * low, axis=0) + tl.sum(high * high, axis=0)) / HEAD_DIM + eps)
+            dtype = qkv_ptr.dtype.element_ty  # rounded as an unfused norm would be
+            low = (low * scale * tl.load(norm_ptr + i).to(tl.float32)).to(dtype).to(tl.float32)
+            high = (high * scale * tl.load(norm_ptr + half + i).to(tl.float32)).to(dtype).to(tl.float32)
+        position = tl.load(positions_ptr + token)
+        cos = tl.load(cos_ptr + position * HEAD_DIM + half + i).to(tl.float32)
+        sin = tl.load(sin_ptr + position * HEAD_DIM + half + i).to(tl.float32)
+        low, high = low * cos - high * sin, high * cos + low * sin
+    if head < num_heads:
+        target = query_ptr + (token * num_heads + head) * HEAD_DIM
+    else:
+        slot = tl.load(slots_ptr + token)
+        kv_head = (head - num_heads) % num_kv_heads
+        row = ((slot // BLOCK_SIZE) * num_kv_heads + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        target = (key_ptr if head < num_heads + num_kv_heads else value_ptr) + row * HEAD_DIM
+    tl.store(target + i, low.to(target.dtype.element_ty))
+    tl.store(target + half + i, high.to(target.dtype.element_ty))
+
+
+def rope_kv_write(qkv: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, cos: torch.Tensor,
+                  sin: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, num_heads: int,
+                  norms: tuple[torch.Tensor, torch.Tensor] | None = None, eps: float = 0.0) -> torch.Tensor:
+    """Rotate queries and keys by their positions, and store keys and values in their slots.
+
+    Args:
+        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], contiguous.
+        positions, slot_mapping: [num_tokens] int64.
+        cos, sin: [max_positions, head_dim], the tables of `RotaryEmbedding`.
+        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], written in place.
+        norms: weights [head_dim] of the norms over each query and each key head; None for none.
+
+    Returns:
+        Queries, [num_tokens, num_heads, head_dim].
+    """
+    num_tokens = qkv.shape[0]
+    _, num_kv_heads, block_size, head_dim = key_cache.shape
+    query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    q_norm, k_norm = norms or (qkv, qkv)
+    _rope_kv_write[(num_tokens, num_heads + 2 * num_kv_heads)](
+        qkv, positions, slot_mapping, cos, sin, q_norm, k_norm, query, key_cache, value_cache, eps, num_heads,
+        num_kv_heads, BLOCK_SIZE=block_size, HEAD_DIM=head_dim, HAS_NORM=norms is not None, num_warps=1)
+    return query
+
+
+def torch_rope_kv_write(qkv: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, cos: torch.Tensor,
+                        sin: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, num_heads: int,
+                        norms: tuple[torch.Tensor, torch.Tensor] | None = None, eps: float = 0.0) -> torch.Tensor:
+    """The same from the definition, token by token and head by head, in float32."""
+    _, num_kv_heads, block_size, head_dim = key_cache.shape
+    rows = qkv.view(len(qkv), -1, head_dim)
+    query = torch.empty(len(qkv), num_heads, head_dim, dtype=qkv.dtype)
+    for token, (position, slot) in enumerate(zip(positions.tolist(), slot_mapping.tolist(), strict=True)):
+        for head in range(num_heads + 2 * num_kv_heads):
+            x = rows[token, head].float()
+            if head < num_heads + num_kv_heads:
+                if norms is not None:
+                    x = x / (x.square().mean() + eps).sqrt() * norms[head >= num_heads].float()
+                    x = x.to(qkv.dtype).float()
+                x = x * cos[position].float() + x.roll(head_dim // 2) * sin[position].float()
+            if head < num_heads:
+                query[token, head] = x.to(qkv.dtype)
+            else:
+                cache = key_cache if head < num_heads + num_kv_heads else value_cache
+                cache[slot // block_size, (head - num_heads) % num_kv_heads, slot % block_size] = x.to(cache.dtype)
+    return query

@@ -1,0 +1,41 @@
+"""A whole model made of kernels gives the torch path's logits, decoding step by step."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: it has wheels for Linux only")
+from tutorial_engine.attention import AttentionMetadata
+from tutorial_engine.kernels.decode_attention import decode_attention
+from tutorial_engine.kv_cache import KVCache
+from tutorial_engine.models.config import ModelConfig
+from tutorial_engine.models.decoder import Decoder
+
+CPU, BLOCK_SIZE = torch.device("cpu"), 4
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_decoding_with_kernels(architecture: str) -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(architecture=architecture, vocab_size=50, hidden_size=32, intermediate_size=48,
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+                         tie_word_embeddings=False, attention_bias=architecture == "qwen2",
+                         qk_norm=architecture == "qwen3")
+    model = Decoder(config, 32, torch.float32, CPU)
+    model.load_weights((name, torch.randn_like(view()) * 0.2) for name, (_, view) in model._places().items())
+    tables = torch.tensor([[3, 1, 5], [2, 6, 4]], dtype=torch.int32)
+    caches = [KVCache(config, 8, BLOCK_SIZE, torch.float32, CPU) for _ in range(2)]
+    for position in range(7):
+        ids, positions = torch.tensor([7 + position, 30 - position]), torch.full((2,), position)
+        slots = tables[:, position // BLOCK_SIZE].long() * BLOCK_SIZE + position % BLOCK_SIZE
+        lens = torch.full((2,), position + 1, dtype=torch.int32)
+
+        def attend(query: torch.Tensor, layer: int, lens: torch.Tensor = lens) -> torch.Tensor:
+            return decode_attention(query, caches[0].key[layer], caches[0].value[layer], tables, lens)
+
+        with torch.inference_mode():
+            got = model.compute_logits(model.forward_fused(ids, positions, slots, caches[0], attend))
+            metadata = AttentionMetadata.build(np.array([0, 1, 2]), lens.long().numpy(), tables.long().numpy(), slots,
+                                               caches[1])
+            right = model.compute_logits(model(ids, positions, caches[1], metadata))
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)

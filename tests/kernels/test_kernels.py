@@ -1,0 +1,109 @@
+"""Every kernel against its slow twin, in float32 and float16."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: it has wheels for Linux only")
+from tutorial_engine.kernels.decode_attention import decode_attention, torch_decode_attention
+from tutorial_engine.kernels.gumbel_sample import gumbel_sample, torch_gumbel_sample
+from tutorial_engine.kernels.rms_norm import add_rms_norm, torch_add_rms_norm
+from tutorial_engine.kernels.rope_kv_write import rope_kv_write, torch_rope_kv_write
+from tutorial_engine.kernels.silu_mul import silu_mul, torch_silu_mul
+from tutorial_engine.sampler import gumbel_noise, noise_key
+
+DTYPES = [torch.float32, torch.float16]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+def close(got: torch.Tensor, right: torch.Tensor) -> None:
+    tolerance = TOLERANCE[right.dtype]
+    torch.testing.assert_close(got, right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("width", [64, 100])
+def test_add_rms_norm(dtype: torch.dtype, with_residual: bool, width: int) -> None:
+    x, weight = torch.randn(5, width).to(dtype), torch.randn(width).to(dtype)
+    residual = torch.randn(5, width).to(dtype) if with_residual else None
+    twin = residual.clone() if with_residual else None
+    close(add_rms_norm(x, residual, weight, 1e-5), torch_add_rms_norm(x, twin, weight, 1e-5))
+    if with_residual:
+        assert torch.equal(residual, twin), "the residual became the sum"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [96, 1500])
+def test_silu_mul(dtype: torch.dtype, width: int) -> None:
+    gate_up = torch.randn(3, 2 * width).to(dtype) * 4
+    close(silu_mul(gate_up), torch_silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_rope_kv_write(dtype: torch.dtype, with_norm: bool) -> None:
+    heads, kv_heads, dim, block_size, num_blocks, num_tokens = 4, 2, 16, 4, 6, 7
+    qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim).to(dtype)
+    angles = torch.rand(40, dim // 2) * 6
+    cos = torch.cat([angles.cos()] * 2, dim=1).to(dtype)
+    sin = torch.cat([-angles.sin(), angles.sin()], dim=1).to(dtype)
+    positions, slots = torch.randint(40, (num_tokens,)), torch.randperm(num_blocks * block_size)[:num_tokens]
+    norms = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if with_norm else None
+    caches = [torch.full((num_blocks, kv_heads, block_size, dim), 7.0, dtype=dtype) for _ in range(4)]
+    got = rope_kv_write(qkv, positions, slots, cos, sin, *caches[:2], heads, norms, 1e-5)
+    right = torch_rope_kv_write(qkv, positions, slots, cos, sin, *caches[2:], heads, norms, 1e-5)
+    close(got, right)
+    close(caches[0], caches[2])
+    close(caches[1], caches[3])
+    assert (caches[0] == 7.0).all(dim=-1).sum() == (num_blocks * block_size - num_tokens) * kv_heads, "nothing else"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("use_dot", [False, True])
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("heads, kv_heads", [(3, 1), (4, 2)])
+def test_decode_attention(dtype: torch.dtype, use_dot: bool, num_splits: int, heads: int, kv_heads: int) -> None:
+    dim, block_size, seq_lens = 16, 4, [1, 4, 5, 70]
+    num_blocks = [-(-n // block_size) for n in seq_lens]
+    key, value = (torch.randn(sum(num_blocks) + 1, kv_heads, block_size, dim).to(dtype) for _ in range(2))
+    pool = (torch.randperm(sum(num_blocks)) + 1).int()
+    tables = torch.full((len(seq_lens), max(num_blocks) + 1), 10**6, dtype=torch.int32)  # nothing behind is read
+    for row, count in enumerate(num_blocks):
+        tables[row, :count], pool = pool[:count], pool[count:]
+        if seq_lens[row] % block_size:  # whatever an earlier owner left
+            key[tables[row, count - 1], :, seq_lens[row] % block_size:] = torch.nan
+            value[tables[row, count - 1], :, seq_lens[row] % block_size:] = torch.nan
+    query = torch.randn(len(seq_lens), heads, dim).to(dtype)
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    close(decode_attention(query, key, value, tables, lens, num_splits, use_dot),
+          torch_decode_attention(query, key, value, tables, lens))
+
+
+def test_gumbel_sample_is_the_samplers_own_draw() -> None:
+    """Whose distribution is tested with it (chi-square against the exact one)."""
+    logits = torch.randn(60, 2100) * 3
+    temperature = torch.tensor([0.0, 1.0, 0.3, 2.0, 0.0, 1.0] * 10)
+    keys = torch.tensor([noise_key(seed, 5) for seed in range(60)])
+    got = gumbel_sample(logits, temperature, keys)
+    assert torch.equal(got, torch_gumbel_sample(logits, temperature, keys))
+    for row in (1, 5):
+        noise = gumbel_noise(keys[row:row + 1, None], torch.arange(2100))
+        assert got[row] == (logits[row] + noise[0]).argmax()
+
+
+def test_gumbel_sample_greedy_takes_the_first_of_equals() -> None:
+    logits = torch.zeros(2, 4100)
+    logits[0, [3000, 17, 4099]] = 1.0
+    assert gumbel_sample(logits, torch.zeros(2), torch.zeros(2, dtype=torch.int64)).tolist() == [17, 0]
+
+
+def test_gumbel_sample_never_draws_what_is_forbidden() -> None:
+    logits = torch.full((3, 2500), -torch.inf)
+    logits[:, 2400] = 0.0
+    got = gumbel_sample(logits, torch.tensor([0.0, 1.0, 2.0]), torch.arange(3))
+    assert got.tolist() == [2400] * 3

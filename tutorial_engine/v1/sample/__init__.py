@@ -1,0 +1,1 @@
+"""vLLM's import paths `v1.sample.*`, see `v1`."""
