@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.api.support import piece_ids, piece_tokenizer, scripted_llm
+from tests.api.support import byte_ids, byte_tokenizer, piece_ids, piece_tokenizer, scripted_llm
 from tutorial_engine import LLM, CompletionOutput, RequestOutput, SamplingParams
 from tutorial_engine.exceptions import VLLMValidationError
 from tutorial_engine.request import Request
+from tutorial_engine.sampling_params import StructuredOutputsParams
 
 LETTERS = piece_tokenizer()  # id 0 is EOS, 1 a special token, then one id per printable character
 EOS = 0
@@ -36,6 +37,12 @@ def one(llm: LLM, prompt: Any, *args: Any, **params: Any) -> RequestOutput:
 def say(script: Any, prompt: Any = "p", **params: Any) -> CompletionOutput:
     """The greedy completion of a scripted model."""
     return one(letters_llm(script), prompt, **{"temperature": 0.0, **params}).outputs[0]
+
+
+def held_to(wish: str, structured: StructuredOutputsParams, **params: Any) -> CompletionOutput:
+    """What a model says that would like to say `wish`, byte by byte, and is held to a grammar."""
+    llm = scripted_llm(byte_tokenizer(), byte_ids(wish.encode()))
+    return one(llm, "p", temperature=0, structured_outputs=structured, **params).outputs[0]
 
 
 def shaped(logits: dict[int, float], *, prompt: Sequence[int] = (50,), said: Sequence[int] = (),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
+import torch
 
 from tests.api.support import byte_tokenizer, piece_ids, piece_tokenizer, scripted_llm, stream
 from tests.conformance.helpers import EOS, LETTERS, ids, kept, letters_llm, one, refuses, say, shaped, steps
 from tests.conformance.registry import DIFFERS, NOT_HERE, SAME, row
 from tutorial_engine import LLM, SamplingParams
 from tutorial_engine.sampling_params import RequestOutputKind
+from tutorial_engine.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 
 @row("X1", "n and seed", SAME)
@@ -154,7 +157,33 @@ def no_speculation() -> None:
     assert len(LETTERS) > max(one(letters_llm("a"), "p", min_p=0.1, logit_bias={5: 1.0}).outputs[0].token_ids)
 
 
-@row("P13", "custom logits processors", NOT_HERE)
-def no_logits_processors() -> None:
-    """The engine takes no logits processors of your own."""
+@row("P13", "custom logits processors", SAME)
+def logits_processors() -> None:
+    """Classes given to the engine, with vLLM's interface: update_state says which rows hold which requests, apply
+    changes all rows at once. They run after penalties and bad words, as in vLLM's newer runner, and those that leave
+    the most likely token as it is are skipped for greedy rows."""
+    class Only(LogitsProcessor):
+        """extra_args={"only": id}: nothing else."""
+
+        def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+            self.only: dict[int, int] = {}
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: BatchUpdate | None) -> None:
+            for row_index, params, _, _ in batch_update.added if batch_update else ():
+                self.only[row_index] = (params.extra_args or {}).get("only")
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            for row_index, token_id in self.only.items():
+                if token_id is not None:
+                    logits[row_index] = -math.inf
+                    logits[row_index, token_id] = 0.0
+            return logits
+
+    llm = letters_llm("ab", logits_processors=[Only])
+    params = [SamplingParams(temperature=0, max_tokens=2, extra_args=extra) for extra in (None, {"only": ids("z")[0]})]
+    outputs = llm.generate(["p", "q"], params, use_tqdm=False)
+    assert [o.outputs[0].text for o in outputs] == ["ab", "zz"]
     refuses("logits_processors", LLM, logits_processors=[object])

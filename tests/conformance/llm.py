@@ -17,6 +17,7 @@ from tests.conformance.helpers import LETTERS, ids, letters_llm, one, refuses, s
 from tests.conformance.registry import DIFFERS, NOT_HERE, SAME, row
 from tutorial_engine import LLM, EngineArgs, SamplingParams
 from tutorial_engine.exceptions import ChatTemplateResolutionError, VLLMValidationError
+from tutorial_engine.sampling_params import BeamSearchParams
 from tutorial_engine.trace import Trace
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -368,14 +369,14 @@ def async_scheduling() -> None:
 
 @row("L31", "chat_template and other arguments", DIFFERS)
 def other_arguments(tiny_model: Path) -> None:
-    """chat_template does as in vLLM. logits_processors, hf_overrides and cpu_offload_gb accept their neutral value
-    only; structured_outputs_config and compilation_config are no arguments here."""
+    """chat_template and logits_processors do as in vLLM; structured_outputs_config knows the backends "auto" and
+    "guidance". hf_overrides and cpu_offload_gb accept their neutral value only; compilation_config is no argument."""
     with tiny(tiny_model, chat_template="{{ messages[0]['content'] }}!") as llm:
         assert llm.chat(HELLO, SamplingParams(max_tokens=1), use_tqdm=False)[0].prompt == "Hi!"
-    only_neutral("logits_processors", None, [object])
+    assert EngineArgs(structured_outputs_config={"backend": "guidance"})
+    refuses("structured_outputs_config", LLM, structured_outputs_config={"backend": "outlines"})
     only_neutral("hf_overrides", None, {"vocab_size": 5})
     only_neutral("cpu_offload_gb", 0, 4)
-    no_keyword("structured_outputs_config")
     no_keyword("compilation_config")
 
 
@@ -526,10 +527,16 @@ def enqueue(llm: LLM) -> None:
     assert [o.request_id for o in llm.wait_for_completion(use_tqdm=False)] == queued
 
 
-@row("L51", "beam_search", NOT_HERE)
-def beam_search() -> None:
-    """There is no beam search."""
-    no_method("beam_search")
+@row("L51", "beam_search", SAME)
+def beam_search(llm: LLM) -> None:
+    """BeamSearchParams(beam_width, max_tokens, ...) in, the best sequences out, the best first; the text of each holds
+    the prompt too."""
+    (output,) = llm.beam_search(["ab"], BeamSearchParams(beam_width=3, max_tokens=4))
+    scores = [s.cum_logprob / (len(s.tokens) - 3) for s in output.sequences]
+    assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+    best = output.sequences[0]
+    assert best.tokens[:3] == [0, 100, 101] and "ab" in best.text and len(best.logprobs) == len(best.tokens) - 3
+    refuses("beam_width", BeamSearchParams, beam_width=0, max_tokens=1)
 
 
 @row("L52", "get_tokenizer, get_default_sampling_params", SAME)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
-from tests.conformance.helpers import EOS, LETTERS, ids, kept, letters_llm, one, refuses, say, shaped
+from tests.conformance.helpers import EOS, LETTERS, held_to, ids, kept, letters_llm, one, refuses, say, shaped
 from tests.conformance.registry import DIFFERS, NOT_HERE, SAME, row
 from tutorial_engine import LLM, SamplingParams
-from tutorial_engine.sampling_params import RequestOutputKind
+from tutorial_engine.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 
 @row("S1", "n", SAME)
@@ -270,17 +271,30 @@ def bad_words() -> None:
     refuses("bad_words", say, "a", bad_words=[f"{i}!" for i in range(129)])
 
 
-@row("S26", "structured_outputs", NOT_HERE)
+@row("S26", "structured_outputs", SAME)
 def structured_outputs() -> None:
-    """Output cannot be held to a schema, an expression or a list of choices; for single tokens there is
-    allowed_token_ids."""
-    refuses("structured_outputs", SamplingParams, structured_outputs={"regex": "a*"})
+    """StructuredOutputsParams with exactly one of json, regex, choice, grammar, json_object and structural_tag; what is
+    wrong with it is told when the request is added."""
+    def text(wish: str, **constraint: object) -> str:
+        return held_to(wish, StructuredOutputsParams(**constraint)).text
+
+    assert text("no, maybe", choice=["yes", "no"]) == "no"
+    assert re.fullmatch("[0-9]{3}", text("abc", regex="[0-9]{3}"))
+    assert text("abc", json={"type": "boolean"}) in ("true", "false")
+    assert text("xyz", grammar='start: "xy" | "b"') == "xy"
+    for given in ({}, {"regex": "a", "choice": ["a"]}):
+        refuses("structured_outputs", StructuredOutputsParams, **given)
+    for name, empty in (("choice", []), ("json_object", False), ("grammar", " ")):
+        refuses(f"structured_outputs.{name}", text, "a", **{name: empty})
 
 
-@row("S27", "extra_args", NOT_HERE)
+@row("S27", "extra_args", DIFFERS)
 def extra_args() -> None:
-    """Read by custom logits processors only, and there are none."""
-    refuses("extra_args", SamplingParams, extra_args={"a": 1})
+    """Handed to custom logits processors, which may refuse it; integers must fit into 64 bits. An engine that has no
+    processors refuses it: vLLM ignores it there."""
+    assert SamplingParams(extra_args={"a": 1}).extra_args == {"a": 1}
+    refuses("extra_args", SamplingParams, extra_args={"a": 2**64})
+    refuses("extra_args", say, "a", extra_args={"a": 1})
 
 
 def not_a_keyword(name: str, value: object) -> None:
