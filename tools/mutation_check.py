@@ -1,8 +1,8 @@
 """Plant faults in a copy of the engine, one at a time, and see that the tests notice each: ``make mutation``.
 
 A test suite that stays green says little until it is known that it can turn red. Every fault below is a mistake that an
-engine like this one can really have. A fault names the few tests that ought to find it, so that a run takes a minute or
-two; the exit status is 1 if one of them stays green. `tests/test_mutation_check.py` keeps the list true to the source.
+engine like this one can really have. A fault names the few tests that ought to find it, so that a run takes a few
+minutes; the exit status is 1 if one of them stays green. `tests/test_mutation_check.py` keeps the list true to the source.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("tutorial_engine", "tests", "conftest.py", "pyproject.toml")
+COPIED = ("tutorial_engine", "kernels", "tests", "conftest.py", "pyproject.toml")
 TIMEOUT_S = 60  # of one test: some faults let the engine run for ever
 SURVIVED = "SURVIVED"
 
@@ -114,6 +114,16 @@ FAULTS = (
     Fault("half a character is shown", "detokenizer.py", " or after.endswith(_INCOMPLETE)", "", (TEXT,)),
     Fault("a streamed token is delivered twice", "output_processor.py",
           "self.num_sent_tokens = len(self.token_ids)", "self.num_sent_tokens = len(self.token_ids) - 1", (OUTPUTS,)),
+    # Around the engine
+    Fault("the bits of a grammar's mask are read from the wrong end", "structured_outputs.py",
+          "(packed[:, :, None] >> bits)", "(packed[:, :, None] >> (31 - bits))",
+          ("tests/api/test_structured_outputs.py::test_choice",)),
+    Fault("who leaves a stream is computed to the end", "async_llm.py",
+          "self._thread.post(self._thread.drop, collector)", "pass",
+          ("tests/api/test_async_llm.py::test_closing_a_generator_frees_everything",)),
+    Fault("a cache that was given back is still believed in", "llm_engine.py",
+          "self.scheduler.reset_prefix_cache(reset_running_requests=True)", "pass",
+          ("tests/api/test_sleep.py::test_l54_after_a_sleep_everything_is_as_before",)),
 )
 
 
