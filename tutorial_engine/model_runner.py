@@ -288,4 +288,5 @@ class ModelRunner:
 
     def _empty_device_cache(self) -> None:
         if self.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream that a graph was recorded on
             torch.cuda.empty_cache()
