@@ -1,7 +1,7 @@
 # Everything a reader needs is one word: make demo, make test, make lab. Each sets up what is missing, and nothing else
 # on the machine is touched: packages go into .venv, the default model into the user's cache.
 
-.PHONY: help demo test lab notebooks bench lint setup model clean
+.PHONY: help demo test lab notebooks bench mutation lint setup model clean
 .DEFAULT_GOAL := help
 
 VENV := .venv
@@ -25,6 +25,7 @@ help:
 	@echo "make lab        set up, then open JupyterLab"
 	@echo "make notebooks  rebuild the .ipynb files from their .py sources"
 	@echo "make bench      measure the engine on this machine's CPU"
+	@echo "make mutation   plant faults in a copy of the engine and see that the tests notice each"
 	@echo "make lint       ruff and mypy"
 	@echo "make clean      remove .venv and build/"
 
@@ -45,6 +46,9 @@ notebooks: setup
 
 bench: setup
 	$(PY) bench/cpu.py
+
+mutation: $(STAMP)
+	$(PY) tools/mutation_check.py
 
 lint: $(STAMP)
 	$(PY) -m pip install -q -c constraints.txt -e ".[dev]"

@@ -91,6 +91,19 @@ class LLM:
         Raises:
             ChatTemplateResolutionError: the model has no template. VLLMValidationError: bad messages or parameters.
         """
+        added = self.enqueue_chat(
+            messages, sampling_params, use_tqdm, lora_request, priority, chat_template, chat_template_content_format,
+            add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        return self._run(added, use_tqdm)
+
+    def enqueue_chat(self, messages: Sequence[Any],
+                     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+                     use_tqdm: bool | Callable[..., tqdm] = True, lora_request: Any = None,
+                     priority: Sequence[int] | None = None, chat_template: str | None = None,
+                     chat_template_content_format: str = "auto", add_generation_prompt: bool = True,
+                     continue_final_message: bool = False, tools: list[dict[str, Any]] | None = None,
+                     chat_template_kwargs: dict[str, Any] | None = None) -> list[str]:
+        """First half of `chat`: render and queue the conversations, and return their request ids."""
         if chat_template_content_format not in ("auto", "string"):
             raise VLLMValidationError("chat_template_content_format must be 'auto' or 'string': this engine serves "
                                       "text only.", parameter="chat_template_content_format",
@@ -106,9 +119,8 @@ class LLM:
                 conversation, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message, tools=tools, chat_template_kwargs=chat_template_kwargs))
         # The template writes the special tokens itself; adding them again would double the BOS.
-        added = self.enqueue(prompts, sampling_params, use_tqdm=False, lora_request=lora_request, priority=priority,
-                             tokenization_kwargs={"add_special_tokens": False})
-        return self._run(added, use_tqdm)
+        return self.enqueue(prompts, sampling_params, use_tqdm=False, lora_request=lora_request, priority=priority,
+                            tokenization_kwargs={"add_special_tokens": False})
 
     def beam_search(self, prompts: Any, params: BeamSearchParams, lora_request: Any = None,
                     use_tqdm: bool | Callable[..., tqdm] = False, concurrency_limit: int | None = None

@@ -1,7 +1,7 @@
 """What users of other engines ran into, as small inputs with the right answer.
 
-Each test names the public report that it comes from. B15 to B18 are about blocks and preemption (`tests/core`); B10 and
-B11 are here without their server.
+Each test names the public report that it comes from. B16, B23 and more of B13 are about preemption (`tests/core`); B10
+and B11 are here without their server.
 """
 
 import json
@@ -29,6 +29,7 @@ from tutorial_engine import LLM, SamplingParams
 from tutorial_engine.exceptions import VLLMValidationError
 from tutorial_engine.request import Request
 from tutorial_engine.sampling_params import RequestOutputKind
+from tutorial_engine.trace import Trace
 
 LETTERS = piece_tokenizer()
 
@@ -119,6 +120,17 @@ def test_b06_each_completion_has_its_seed(llm: LLM) -> None:
         for completion in output.outputs:
             streamed[completion.index] += completion.token_ids
     assert list(streamed.values()) == alone
+
+
+def test_b06_without_a_seed(tiny_model: Path) -> None:
+    """As above, but nobody gave a seed: the completions differ, the next call's too, and the engine's own seed makes
+    a second engine say it all again."""
+    params, said = SamplingParams(n=3, max_tokens=12, ignore_eos=True), []
+    for _ in range(2):
+        with LLM(str(tiny_model), max_model_len=64, num_gpu_blocks_override=33) as llm:
+            said.append([[c.token_ids for c in llm.generate("a prompt", params, use_tqdm=False)[0].outputs]
+                         for _ in range(2)])
+    assert len({tuple(ids) for call in said[0] for ids in call}) == 6 and said[0] == said[1]
 
 
 @pytest.mark.parametrize("top_k", [321, 10**6])
@@ -216,6 +228,34 @@ def test_b14_prompt_of_exactly_one_block(length: int, cached: int, llm: LLM) -> 
     prompt = byte_ids(bytes(range(40, 40 + length)))
     first, second = (llm.generate([prompt], greedy(4), use_tqdm=False)[0] for _ in range(2))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, cached) and first.outputs == second.outputs
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("length", [5, 16, 17, 33])
+def test_b15_the_same_prompt_twice_in_one_call(length: int, block_size: int, tiny_model: Path) -> None:
+    """Wenyueh/MinivLLM PR #98: positions after a shared part go on where it ends."""
+    prompt, args = byte_ids(bytes(range(40, 40 + length))), {"max_model_len": 64, "num_gpu_blocks_override": 33}
+    with LLM(str(tiny_model), enable_prefix_caching=False, **args) as llm:
+        alone = ids_of(llm, prompt, greedy(8, ignore_eos=True))
+    with LLM(str(tiny_model), block_size=block_size, **args) as llm, Trace(llm) as trace:
+        both = llm.generate([prompt, prompt], greedy(8, ignore_eos=True), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in both] == [alone, alone]
+    hit = (length - 1) // block_size * block_size
+    assert trace.records[0].scheduled == {"0": [0, length], "1": [hit, length - hit]}
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_b17_a_pool_that_is_too_small(block_size: int, tiny_model: Path) -> None:
+    """vllm-project/vllm #35541: refused when the engine is built, so that no prompt can wait for ever; and with a pool
+    that is just large enough, the longest prompts are served one after another."""
+    needed = 256 // block_size
+    with pytest.raises(VLLMValidationError, match=f"{needed} blocks .* has {needed - 1} usable"):
+        LLM(str(tiny_model), block_size=block_size, num_gpu_blocks_override=needed)
+    with LLM(str(tiny_model), block_size=block_size, num_gpu_blocks_override=needed + 1) as llm:
+        prompts = [[5] * 3, [6] * 255, [7] * 250, [8] * 3]
+        outputs = llm.generate(prompts, greedy(9, ignore_eos=True), use_tqdm=False)
+        assert [len(o.outputs[0].token_ids) for o in outputs] == [9, 1, 6, 9]
+        assert_clean(llm.llm_engine)
 
 
 @pytest.mark.parametrize("block_size", [16, 32])

@@ -162,6 +162,7 @@ class Workload:
         self.eos_token_id = rng.choice([EOS, None])
         fewest = cdiv(self.max_model_len, self.block_size)  # the pool must hold one longest request
         num_gpu_blocks = 1 + fewest + (0 if self.crowded else rng.choice([0, 1, rng.randint(0, 2 * fewest)]))
+        self.stats["smallest pools"] += num_gpu_blocks == 1 + fewest
         self.config = config = make_config(self.max_model_len, block_size=self.block_size, **self._random_args())
         self.runner = OracleRunner(config, num_gpu_blocks, self.vocab_size, self.stats)
         self.runner.check_plan = self.check_plan
@@ -212,6 +213,8 @@ class Workload:
             output_kind=rng.choice(list(RequestOutputKind)), skip_reading_prefix_cache=rng.random() < 0.05 or None)
         request_id = str(self.num_added)
         self.num_added += 1
+        self.stats["salts"] += salt is not None
+        self.stats["duplicates"] += any(e.prompt == prompt for e in self.in_flight.values())
         right = [solo_run(prompt, params, params.seed + i, salt, vocab_size=self.vocab_size,
                           max_model_len=self.max_model_len, eos_token_id=self.eos_token_id) for i in range(params.n)]
         self.in_flight[request_id] = Expected(prompt, params, right, [[] for _ in right])
@@ -219,6 +222,7 @@ class Workload:
         priority = 0
         if self.scheduler.policy == "priority":
             priority = -self.num_added if self.later_is_urgent else rng.randint(-1, 2)
+        self.stats["priorities"] += priority != 0
         self.engine.add_request(request_id, {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}),
                                 params, priority=priority, arrival_time=float(self.num_added))
 

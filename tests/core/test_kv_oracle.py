@@ -41,7 +41,8 @@ def test_random_workloads(part: int) -> None:
         except Exception as error:
             raise AssertionError(f"workload {seed}: {type(error).__name__}: {error}") from error
     # The workloads are worth something only if all this happens in them, and often.
-    for event in ("finished", "chunks", "hits", "hits in the same step", "preemptions", "aborts", "failures", "resets"):
+    for event in ("finished", "chunks", "hits", "hits in the same step", "preemptions", "aborts", "failures", "resets",
+                  "smallest pools", "salts", "duplicates", "priorities"):
         assert stats[event] > len(seeds) / 10, f"hardly any {event}: {stats}"
 
 

@@ -226,6 +226,44 @@ def test_random_sampling_does_not_depend_on_the_engine_either(llama: Path) -> No
     assert all(answer == answers[0] for answer in answers) and len({tuple(a) for a in answers[0]}) > 1
 
 
+COMPANY: dict[str, dict[str, Any]] = {
+    "all at once": {}, "in chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
+    "two at a time": {"max_num_seqs": 2, "enable_prefix_caching": False},
+    "small pool": {"num_gpu_blocks_override": 21, "max_num_batched_tokens": 16, "max_num_seqs": 8,
+                   "scheduler_reserve_full_isl": False}}
+
+
+@functools.cache
+def seeded_alone(llama: Path) -> list[list[int]]:
+    """What each prompt gets by itself, one after another."""
+    with make_llm(llama, enable_prefix_caching=False) as llm:
+        return [ids(llm.generate([p], s, use_tqdm=False))[0] for p, s in zip(PROMPTS, seeded_params(), strict=True)]
+
+
+def seeded_params() -> list[SamplingParams]:
+    knobs: list[dict[str, Any]] = [{}, {"top_k": 9}, {"temperature": 0.6, "repetition_penalty": 1.3}, {"top_p": 0.8},
+                                   {"min_p": 0.05, "presence_penalty": 1.0}]
+    return [SamplingParams(seed=i, max_tokens=n, ignore_eos=True, detokenize=False, **knobs[i % len(knobs)])
+            for i, n in enumerate(NUM_TOKENS)]
+
+
+@pytest.mark.parametrize("name", COMPANY)
+def test_seeded_requests_draw_the_same_tokens_in_any_company(llama: Path, name: str) -> None:
+    """P10: batch composition, order, chunking and preemption change nothing; strangers without a seed take part."""
+    rng = random.Random(name)
+    with make_llm(llama, **COMPANY[name]) as llm:
+        preempted, chunks = [], []
+        llm.llm_engine.listeners += [lambda _, plan, tables, kept: preempted.extend(plan.preempted),
+                                     lambda _, plan, tables, kept: chunks.extend(plan.scheduled.keys() - kept.keys())]
+        order = rng.sample(range(len(PROMPTS)), len(PROMPTS))
+        strangers = rng.sample(PROMPTS, 4)
+        params = [seeded_params()[i] for i in order] + [SamplingParams(max_tokens=5, ignore_eos=True)] * 4
+        outputs = ids(llm.generate([PROMPTS[i] for i in order] + strangers, params, use_tqdm=False))
+        assert [outputs[order.index(i)] for i in range(len(PROMPTS))] == seeded_alone(llama)
+        assert bool(preempted) == (name == "small pool") and bool(chunks) == (name in ("in chunks", "small pool"))
+        assert_clean(llm.llm_engine)
+
+
 def test_prompt_logprobs_are_complete_however_often_they_are_asked_for(llama: Path) -> None:
     """B19: such a request does not read the cache, and chunks and preemption leave no gap and no double."""
     params = make_params(3, prompt_logprobs=1, detokenize=False)

@@ -179,21 +179,20 @@ def test_victim_that_was_scheduled_in_this_step_gives_its_budget_back() -> None:
 
 
 def test_blocks_that_a_victim_was_given_in_this_step_are_never_findable() -> None:
-    s = Steps(num_gpu_blocks=6, max_model_len=20, scheduling_policy="priority")
-    a, b = make_request("A", 6, priority=5), make_request("B", 8, priority=0)
-    s.add(a)
-    s.step()
-    s.add(b)
-    s.step()
-    # A's next token fills its second block; B needs a third one and the pool is empty.
-    s.manager.block_pool.get_new_blocks(1)
+    """A would fill its second block and begin a third, but B needs one: it gets the third, and the second, which nobody
+    has computed, stays in the free queue."""
+    s = Steps(num_gpu_blocks=6, max_model_len=20, scheduling_policy="priority", long_prefill_token_threshold=5)
+    a, b = make_request("A", 14, priority=5), make_request("B", 9, priority=9)
+    s.add(a, b)
+    assert tokens(s.step()) == {"A": 5, "B": 5}
+    b.priority = 0  # A was admitted first, and is the victim all the same
     table = s.manager.get_block_ids("A")
     plan = s.scheduler.schedule()
-    assert [r.request_id for r in plan.preempted] == ["A"] and a.num_tokens == 8
+    assert tokens(plan) == {"B": 4} and plan.preempted == [a]
     blocks = [s.manager.block_pool.blocks[i] for i in table]
     assert blocks[0].block_hash is not None, "it was computed in an earlier step"
-    assert blocks[1].block_hash is None or blocks[1].ref_cnt == 1, "it was not computed, B may have it now"
-    assert s.manager.get_computed_blocks(make_request("again", a.all_token_ids + [1]))[1] == 4
+    assert blocks[1].block_hash is None and blocks[1].ref_cnt == 0, "it was not computed, and is nobody's"
+    assert s.manager.get_computed_blocks(a)[1] == 4
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts() -> None:

@@ -1,0 +1,178 @@
+"""Plant faults in a copy of the engine, one at a time, and see that the tests notice each: ``make mutation``.
+
+A test suite that stays green says little until it is known that it can turn red. Every fault below is a mistake that an
+engine like this one can really have. A fault names the few tests that ought to find it, so that a run takes a minute or
+two; the exit status is 1 if one of them stays green. `tests/test_mutation_check.py` keeps the list true to the source.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("tutorial_engine", "tests", "conftest.py", "pyproject.toml")
+TIMEOUT_S = 60  # of one test: some faults let the engine run for ever
+SURVIVED = "SURVIVED"
+
+
+class Fault(NamedTuple):
+    """One planted mistake: in `file` of the package, `old` (which occurs there once) becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+BLOCKS = "tests/core/test_block_manager.py"
+SCHEDULER = "tests/core/test_scheduler.py"
+ENGINE = "tests/core/test_engine.py"
+ATTENTION = "tests/core/test_attention.py"
+SAMPLER = "tests/api/test_sampler.py"
+TEXT = "tests/api/test_detokenizer.py"
+OUTPUTS = "tests/api/test_outputs.py"
+CASES = "tests/api/test_cases.py"
+
+FAULTS = (
+    # Blocks
+    Fault("the token after a full block gets no block of its own", "block_manager.py",
+          "cdiv(num_slots, self.block_size) - num_owned", "cdiv(num_slots - 1, self.block_size) - num_owned",
+          (BLOCKS,)),
+    Fault("a prefix hit leaves nothing to compute", "block_manager.py",
+          "range((request.num_tokens - 1) // self.block_size)", "range(request.num_tokens // self.block_size)",
+          (BLOCKS,)),
+    Fault("a second reader of a block is not counted", "block_manager.py",
+          "block.ref_cnt += 1", "block.ref_cnt = 1", (BLOCKS,)),
+    Fault("blocks are freed head first", "block_manager.py",
+          "free_blocks(reversed(self.req_to_blocks.pop(request.request_id, [])))",
+          "free_blocks(self.req_to_blocks.pop(request.request_id, []))", (BLOCKS,)),
+    Fault("an evicted block can still be found", "block_manager.py",
+          "self.uncache_block(block)\n            block.ref_cnt = 1", "block.ref_cnt = 1", (BLOCKS,)),
+    Fault("a block is found before it is computed", "block_manager.py",
+          "min(num_computed_tokens, request.num_tokens) // self.block_size", "request.num_tokens // self.block_size",
+          (BLOCKS,)),
+    Fault("salts are not kept apart", "block_manager.py",
+          "if request.cache_salt and i == 0 else None", "if False else None", (BLOCKS,)),
+    Fault("a request that finds its own blocks again counts as a hit", "block_manager.py",
+          "preempted=request.num_preemptions > 0", "preempted=False", (SCHEDULER,)),
+    # Scheduling
+    Fault("blocks are registered before the victim is chosen", "scheduler.py",
+          "new_blocks, is_first=False)",
+          "new_blocks, is_first=False)\n"
+          "                self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens + num_new)",
+          (SCHEDULER,)),
+    Fault("the token budget is ignored", "scheduler.py", "out.budget_left -= num_tokens", "pass", (SCHEDULER,)),
+    Fault("the first one running is preempted", "scheduler.py",
+          "return self.running[-1] if", "return self.running[0] if", (SCHEDULER,)),
+    Fault("a preempted request goes to the back of the queue", "scheduler.py",
+          "self._requests.appendleft(request)", "self._requests.append(request)", (SCHEDULER,)),
+    Fault("the budget of a victim is lost", "scheduler.py",
+          "out.budget_left += withdrawn.num_tokens", "pass", (SCHEDULER,)),
+    Fault("the blocks of a failed step stay findable", "scheduler.py",
+          "self.kv_cache_manager.rollback_step()", "self.kv_cache_manager.commit_step()", (ENGINE,)),
+    Fault("one token more than the context holds", "request.py",
+          "self.num_tokens >= max_model_len", "self.num_tokens > max_model_len", (ENGINE,)),
+    Fault("ignore_eos does not ignore", "request.py", " and not params.ignore_eos", "", (SCHEDULER,)),
+    # Attention
+    Fault("a query sees the token after it", "attention.py",
+          "> position[:, :, None]", "> position[:, :, None] + 1", (ATTENTION,)),
+    # Sampling
+    Fault("top_p drops the token at its boundary", "sampler.py",
+          "probs.cumsum(dim=-1) - probs >= p", "probs.cumsum(dim=-1) >= p", (f"{SAMPLER}::test_top_k_before_top_p",)),
+    Fault("presence and frequency count the prompt", "sampler.py",
+          "_count_tokens([r.output_token_ids for r in requests], metadata)",
+          "_count_tokens([r.all_token_ids for r in requests], metadata)",
+          (f"{SAMPLER}::test_prompt_counts_for_repetition_only",)),
+    Fault("repetition forgets the prompt", "sampler.py",
+          "(counts > 0) | (_count_tokens([r.prompt_token_ids", "(counts > 0) | (_count_tokens([r.output_token_ids",
+          (f"{SAMPLER}::test_prompt_counts_for_repetition_only",)),
+    Fault("noise is seeded by row, not by request", "sampler.py",
+          "noise_key(requests[i].seed, requests[i].num_tokens)", "noise_key(i, requests[i].num_tokens)",
+          (f"{SAMPLER}::test_a_draw_depends_on_nothing_but_seed_position_and_logits",)),
+    Fault("each position draws with the same noise", "sampler.py",
+          "noise_key(requests[i].seed, requests[i].num_tokens)", "noise_key(requests[i].seed, 0)",
+          (f"{SAMPLER}::test_draws_follow_the_distribution",)),
+    Fault("min_tokens lets a stop token through one token early", "sampler.py",
+          "request.num_output_tokens < p.min_tokens", "request.num_output_tokens + 1 < p.min_tokens",
+          (f"{SAMPLER}::test_min_tokens_masks_stop_ids_until_enough_is_said",)),
+    Fault("all completions of a prompt have one seed", "input_processor.py",
+          "seed=base_seed + i", "seed=base_seed", (f"{CASES}::test_b06_each_completion_has_its_seed",)),
+    # Text
+    Fault("a stop string across two tokens is missed", "detokenizer.py",
+          "max(num_old_chars - len(stop) + 1, 0)", "num_old_chars", (f"{TEXT}::test_streamed_stop_strings",)),
+    Fault("the beginning of a stop string is streamed", "detokenizer.py",
+          "max(len(s) for s in params.stop) - 1", "max(len(s) for s in params.stop) - 2",
+          (f"{TEXT}::test_streamed_stop_strings",)),
+    Fault("half a character is shown", "detokenizer.py", " or after.endswith(_INCOMPLETE)", "", (TEXT,)),
+    Fault("a streamed token is delivered twice", "output_processor.py",
+          "self.num_sent_tokens = len(self.token_ids)", "self.num_sent_tokens = len(self.token_ids) - 1", (OUTPUTS,)),
+)
+
+
+def plant(fault: Fault, package: Path) -> None:
+    """Change one line of the copy.
+
+    Raises:
+        ValueError: the source has changed, and the fault no longer names one place in it.
+    """
+    path = package / fault.file
+    source = path.read_text(encoding="utf-8")
+    if (count := source.count(fault.old)) != 1:
+        raise ValueError(f"{fault.name}: {fault.old!r} occurs {count} times in {fault.file}, not once.")
+    path.write_text(source.replace(fault.old, fault.new), encoding="utf-8")
+
+
+def first_failure(tests: tuple[str, ...], folder: Path) -> str:
+    """Run tests in `folder` until one fails. Returns its name, or `SURVIVED`.
+
+    Raises:
+        RuntimeError: pytest could not run them; that proves nothing.
+    """
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider",
+               f"--timeout={TIMEOUT_S}", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if result.returncode == 0:
+        return SURVIVED
+    failed = re.search(r"^(?:FAILED|ERROR) [^:]+::(.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
+    if result.returncode != 1 or failed is None:
+        raise RuntimeError(f"pytest ended with status {result.returncode}:\n{result.stdout}{result.stderr}")
+    return failed[1]
+
+
+def main() -> int:
+    """Run everything once without a fault, then once per fault; 1 if a fault survives."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in COPIED:
+            copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+            copy(ROOT / part, folder / part)
+        print("no fault: ", end="", flush=True)
+        sound = first_failure(tuple(dict.fromkeys(test for fault in FAULTS for test in fault.tests)), folder)
+        if sound != SURVIVED:
+            print(f"{sound} fails already, so that nothing can be learnt. Mend it first.")
+            return 1
+        print("all tests pass")
+        survivors = 0
+        width = max(len(fault.name) for fault in FAULTS)
+        for i, fault in enumerate(FAULTS, start=1):
+            print(f"{i:2} of {len(FAULTS)}  {fault.name:{width}}  ", end="", flush=True)
+            plant(fault, folder / "tutorial_engine")
+            found = first_failure(fault.tests, folder)
+            shutil.copy(ROOT / "tutorial_engine" / fault.file, folder / "tutorial_engine" / fault.file)
+            survivors += found == SURVIVED
+            print(SURVIVED if found == SURVIVED else f"caught by {found}", flush=True)
+    print(f"{len(FAULTS) - survivors} of {len(FAULTS)} faults caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
