@@ -50,7 +50,8 @@ class DecodeGraphs:
         # Pinned, so that a copy to the device does not wait for the host.
         self.host = self._buffers(rows, max_blocks, pin_memory=True)
         self.device = self._buffers(rows, max_blocks, device=model.device)
-        self.logits: dict[int, torch.Tensor] = {}
+        # One for all sizes: vocabularies are large.
+        self.logits = torch.empty(rows, model.config.vocab_size, dtype=model.dtype, device=model.device)
         self.sampled: dict[int, torch.Tensor] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._record()
@@ -63,20 +64,19 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _record(self) -> None:
-        pool = None
+        pool, stream = None, torch.cuda.Stream()  # one stream: cuBLAS keeps 32 MiB of workspace for each
         for size in reversed(self.sizes):  # the largest first: the smaller ones fit into its memory
-            stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._step(size)  # compiles the kernels, which a recording must not do
             torch.cuda.current_stream().wait_stream(stream)
             graph = self._graphs[size] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self.logits[size], self.sampled[size] = self._step(size)
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self.sampled[size] = self._step(size)
             pool = pool or graph.pool()
 
-    def _step(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is recorded: (logits [size, vocab_size], token ids [size])."""
+    def _step(self, size: int) -> torch.Tensor:
+        """What is recorded: fills `logits[:size]` and returns the token ids, [size]."""
         from tutorial_engine.kernels import fused
 
         numbers, temperatures, tables = self.device
@@ -87,8 +87,8 @@ class DecodeGraphs:
         splits = self._num_splits(size)
         attend = partial(self._attend, fused.decode_attention, tables, lens, splits)
         hidden = self.model.forward_fused(ids, positions, slots, self.kv_cache, attend)
-        logits = self.model.lm_head(hidden)
-        return logits, fused.gumbel_sample(logits, temperatures[:size], keys)
+        logits = torch.mm(hidden, self.model.lm_head.weight.t(), out=self.logits[:size])
+        return fused.gumbel_sample(logits, temperatures[:size], keys)
 
     def _attend(self, kernel: Callable[..., torch.Tensor], tables: torch.Tensor, lens: torch.Tensor, splits: int,
                 query: torch.Tensor, layer: int) -> torch.Tensor:
@@ -121,4 +121,4 @@ class DecodeGraphs:
             rows = np.s_[:, :size] if host is self.host[0] else np.s_[:size]
             device[rows].copy_(host[rows], non_blocking=True)
         self._graphs[size].replay()
-        return self.logits[size][:n], self.sampled[size][:n]
+        return self.logits[:n], self.sampled[size][:n]

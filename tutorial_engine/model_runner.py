@@ -48,6 +48,24 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
 
 
+@dataclass
+class RaggedBatch:
+    """A step's inputs.
+
+    Attributes:
+        input_ids, positions, slot_mapping: [num_tokens] int64, on the device.
+        query_start_loc: [R + 1] int64, first token of each request. seq_lens: [R] int64, context of each request, this
+            step's tokens included. block_table: [R, max_blocks] int64. On the host.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_table: np.ndarray
+
+
 class BlockTables:
     """Block tables of the requests in the batch as one array, a row per request.
 
@@ -108,6 +126,7 @@ class ModelRunner:
         self._model_config = self.model.config
         self.kv_cache: KVCache | None = None
         self.graphs: DecodeGraphs | None = None
+        self.use_prefill_kernel = self._can_use_kernels() and torch.cuda.get_device_capability() >= (8, 0)
         self.block_tables = BlockTables(config.max_num_seqs, cdiv(self.max_model_len, config.block_size))
         self.restore_kv_cache()
 
@@ -123,11 +142,11 @@ class ModelRunner:
         steps = list(out.scheduled.values())
         if self.graphs is not None and all(s.num_tokens == 1 and s.samples for s in steps):
             return self._decode(self.graphs, out, steps)
-        input_ids, positions, metadata = self._prepare_inputs(out, steps)
-        hidden = self.model(input_ids, positions, self.kv_cache, metadata)
+        batch = self._prepare_inputs(out, steps)
+        hidden = self._forward(batch)
         result = ModelRunnerOutput()
-        last_rows = metadata.query_start_loc[1:] - 1
-        self._compute_prompt_logprobs(result, steps, hidden, metadata.query_start_loc)
+        last_rows = batch.query_start_loc[1:] - 1
+        self._compute_prompt_logprobs(result, steps, hidden, batch.query_start_loc)
         sampling = [i for i, s in enumerate(steps) if s.samples]
         if sampling:
             requests = [steps[i].request for i in sampling]
@@ -154,8 +173,25 @@ class ModelRunner:
                 logits.float(), SamplingMetadata(requests, logits.shape[1], self.device))
         return ModelRunnerOutput({r.request_id: [t] for r, t in zip(requests, token_ids)}, logprobs)
 
-    def _prepare_inputs(self, out: SchedulerOutput, steps: list[ScheduledRequest]
-                        ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
+    def _forward(self, batch: RaggedBatch) -> torch.Tensor:
+        """Hidden states of a step, [num_tokens, hidden_size]."""
+        if not self.use_prefill_kernel:
+            metadata = AttentionMetadata.build(batch.query_start_loc, batch.seq_lens, batch.block_table,
+                                               batch.slot_mapping, self.kv_cache)
+            return self.model(batch.input_ids, batch.positions, self.kv_cache, metadata)
+        from tutorial_engine.kernels import fused
+
+        group = self._model_config.num_attention_heads // self._model_config.num_key_value_heads
+        tiles = self._to_device(fused.cut_tiles(batch.query_start_loc, batch.seq_lens, group))
+        longest = cdiv(int(batch.seq_lens.max()), self.config.block_size)
+        tables = self._to_device(batch.block_table[:, :longest].astype(np.int32))
+
+        def attend(query: torch.Tensor, layer: int) -> torch.Tensor:
+            return fused.prefill_attention(query, self.kv_cache.key[layer], self.kv_cache.value[layer], tables, tiles)
+
+        return self.model.forward_fused(batch.input_ids, batch.positions, batch.slot_mapping, self.kv_cache, attend)
+
+    def _prepare_inputs(self, out: SchedulerOutput, steps: list[ScheduledRequest]) -> RaggedBatch:
         rows = self.block_tables.update(out)
         self._clear_tails(steps)
         num_tokens = np.array([s.num_tokens for s in steps], dtype=np.int64)
@@ -169,10 +205,10 @@ class ModelRunner:
             input_ids += s.request.all_token_ids[s.start:s.start + s.num_tokens]
         block_size = self.config.block_size
         blocks = self.block_tables.table[rows[request], positions // block_size]
-        metadata = AttentionMetadata.build(
-            query_start_loc, start + num_tokens, self.block_tables.table[rows],
-            self._to_device(blocks * block_size + positions % block_size), self.kv_cache)
-        return self._to_device(np.array(input_ids)), self._to_device(positions), metadata
+        return RaggedBatch(
+            self._to_device(np.array(input_ids)), self._to_device(positions),
+            self._to_device(blocks * block_size + positions % block_size), query_start_loc, start + num_tokens,
+            self.block_tables.table[rows])
 
     def _clear_tails(self, steps: list[ScheduledRequest]) -> None:
         """Zero the new blocks that this step does not fill. Attention reads whole blocks and gives the slots behind a
@@ -229,15 +265,21 @@ class ModelRunner:
         self._record_graphs()
 
     def _record_graphs(self) -> None:
-        """Once weights and cache are in their places, on a GPU, with Triton, unless `enforce_eager`."""
-        if self.device.type != "cuda" or self.config.args.enforce_eager or not self.model or not self.kv_cache:
-            return
+        """Once weights and cache are in their places, where kernels can be used."""
+        if self.kv_cache is None or self.model is None or self.model.embed_tokens.device.type != self.device.type:
+            return  # one of the two still sleeps
+        if self._can_use_kernels():
+            self.graphs = DecodeGraphs(self.config, self.model, self.kv_cache, self.block_tables.table.shape[1])
+
+    def _can_use_kernels(self) -> bool:
+        if self.device.type != "cuda" or self.config.args.enforce_eager:
+            return False
         head_dim = self._model_config.head_dim
         if find_spec("triton") is None or head_dim & (head_dim - 1):
-            logger.warning("No CUDA graphs: they need Triton (on Linux: pip install triton), and heads whose size is a "
-                           "power of two; this model's have %d.", head_dim)
-            return
-        self.graphs = DecodeGraphs(self.config, self.model, self.kv_cache, self.block_tables.table.shape[1])
+            logger.warning("No kernels and no CUDA graphs: they need Triton (on Linux: pip install triton), and heads "
+                           "whose size is a power of two; this model's have %d.", head_dim)
+            return False
+        return True
 
     def close(self) -> None:
         """Let go of weights and cache, and give a GPU's memory back."""
@@ -246,4 +288,5 @@ class ModelRunner:
 
     def _empty_device_cache(self) -> None:
         if self.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream that a graph was recorded on
             torch.cuda.empty_cache()

@@ -1,11 +1,13 @@
 """Every kernel against its slow twin, in float32 and float16."""
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: it has wheels for Linux only")
 from tutorial_engine.kernels.decode_attention import decode_attention, torch_decode_attention
 from tutorial_engine.kernels.gumbel_sample import gumbel_sample, torch_gumbel_sample
+from tutorial_engine.kernels.prefill_attention import cut_tiles, prefill_attention, torch_prefill_attention
 from tutorial_engine.kernels.rms_norm import add_rms_norm, torch_add_rms_norm
 from tutorial_engine.kernels.rope_kv_write import rope_kv_write, torch_rope_kv_write
 from tutorial_engine.kernels.silu_mul import silu_mul, torch_silu_mul
@@ -82,6 +84,27 @@ def test_decode_attention(dtype: torch.dtype, use_dot: bool, num_splits: int, he
     lens = torch.tensor(seq_lens, dtype=torch.int32)
     close(decode_attention(query, key, value, tables, lens, num_splits, use_dot),
           torch_decode_attention(query, key, value, tables, lens))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, kv_heads", [(3, 1), (4, 2)])
+def test_prefill_attention(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    """A prompt of two tiles, one decoding token, a chunk in the middle of a prompt, and a prompt of one token."""
+    dim, block_size, computed, new = 16, 4, [0, 33, 17, 0], [40, 1, 9, 1]
+    num_blocks = [-(-(c + n) // block_size) for c, n in zip(computed, new, strict=True)]
+    key, value = (torch.randn(sum(num_blocks) + 1, kv_heads, block_size, dim).to(dtype) for _ in range(2))
+    pool = (torch.randperm(sum(num_blocks)) + 1).int()
+    tables = torch.zeros(len(new), max(num_blocks), dtype=torch.int32)
+    for row, count in enumerate(num_blocks):
+        tables[row, :count], pool = pool[:count], pool[count:]
+        if used := (computed[row] + new[row]) % block_size:
+            key[tables[row, count - 1], :, used:] = value[tables[row, count - 1], :, used:] = torch.nan
+    tiles = torch.from_numpy(cut_tiles(np.cumsum([0, *new]), np.add(computed, new), heads // kv_heads))
+    assert tiles[0].tolist() == sorted(tiles[0].tolist()) and tiles[3].sum() == sum(new)
+    assert tiles.shape[1] == 5, "two tiles for 40 queries"
+    query = torch.randn(sum(new), heads, dim).to(dtype)
+    close(prefill_attention(query, key, value, tables, tiles),
+          torch_prefill_attention(query, key, value, tables, tiles))
 
 
 def test_gumbel_sample_is_the_samplers_own_draw() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,7 @@ from triton.runtime.jit import JITFunction
 
 from tutorial_engine.kernels.decode_attention import decode_attention
 from tutorial_engine.kernels.gumbel_sample import gumbel_sample
+from tutorial_engine.kernels.prefill_attention import cut_tiles, prefill_attention
 from tutorial_engine.kernels.rms_norm import add_rms_norm
 from tutorial_engine.kernels.rope_kv_write import rope_kv_write
 from tutorial_engine.kernels.silu_mul import silu_mul
@@ -94,6 +96,8 @@ def launch(name: str, model: str, dtype: torch.dtype, use_dot: bool) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "decode": lambda: decode_attention(x.view(4, heads, dim), cache, cache, tables, lens, 1, use_dot),
         "decode split": lambda: decode_attention(x.view(4, heads, dim), cache, cache, tables, lens, 8, use_dot),
+        "prefill": lambda: prefill_attention(x.view(4, heads, dim), cache, cache, tables, torch.from_numpy(
+            cut_tiles(np.array([0, 4]), np.array([4]), heads // kv_heads))),
         "norm": lambda: (add_rms_norm(x, x, x[0], 1e-5), add_rms_norm(x, None, x[0], 1e-5)),
         "rope and write": lambda: [rope_kv_write(
             torch.empty(4, (heads + 2 * kv_heads) * dim, dtype=dtype), long, long, table, table, cache, cache, heads,
@@ -127,14 +131,14 @@ def test_fits_a_t4(name: str, model: str) -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "prefill"])
 def test_compiles_for_newer_cards(name: str, arch: int) -> None:
     with compile_only(arch) as compiled:
         launch(name, "smollm2-135m", torch.bfloat16, use_dot=True)
     for kernel in compiled:
         assert kernel.metadata.target.arch == arch
         assert spilled_bytes(kernel, arch) == 0
-        if kernel.name == "_decode":
+        if kernel.name in ("_decode", "_prefill"):
             assert "mma" in kernel.asm["ptx"], "tensor cores"
 
 

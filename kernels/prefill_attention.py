@@ -1,0 +1,115 @@
+"""Paged attention for any mixture of prompts, chunks of prompts and single tokens.
+
+    flat queries of a step    [ a a a a a a a | b | c c c c c ]          no padding between requests
+    tiles of BLOCK_Q queries    [0    ] [1  ]  [2] [3    ] [4]           a tile never spans two requests
+                                   |
+              program (tile, KV head): its queries x the group's heads are the rows of one matrix,
+              which walks the request's block table from the start to the tile's last query
+
+The rows of a tile see different numbers of tokens (each query sees itself and what came before: causal), so the mask is
+made from positions, in registers; a mask in memory would be larger than the cache it hides. The rest is as in
+`decode_attention`: a running softmax, K and V read once for a whole group of heads.
+
+FlashAttention-2: Dao, arXiv 2307.08691. Needs tensor cores (compute capability 8.0). Twin: `torch_prefill_attention`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from tutorial_engine.kernels.decode_attention import _load_tile
+
+BLOCK_M = 64  # rows of a tile: queries x heads of a group
+
+
+@triton.jit
+def _prefill(query_ptr, key_ptr, value_ptr, tables_ptr, tiles_ptr, out_ptr, scale, table_stride, num_tiles,
+             num_kv_heads, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+             HEAD_DIM: tl.constexpr, TILE: tl.constexpr):
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    request = tl.load(tiles_ptr + tile).to(tl.int64)
+    first_row = tl.load(tiles_ptr + num_tiles + tile).to(tl.int64)
+    first_position = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    num_queries = tl.load(tiles_ptr + 3 * num_tiles + tile)
+    m_row, d = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
+    of_query = m_row // GROUP
+    real = of_query < num_queries
+    row = (first_row + of_query) * num_kv_heads * GROUP + kv_head * GROUP + m_row % GROUP
+    q = tl.load(query_ptr + row[:, None] * HEAD_DIM + d[None, :], mask=real[:, None], other=0.0)
+    position = first_position + of_query
+    m = tl.full([BLOCK_M], -1e30, tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741 - the literature's name
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    table_ptr, end = tables_ptr + request * table_stride, first_position + num_queries
+    for begin in range(0, end, TILE):
+        token = begin + tl.arange(0, TILE)
+        inside = token < end
+        k = _load_tile(key_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE, HEAD_DIM)
+        v = _load_tile(value_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE, HEAD_DIM)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        s = tl.where(token[None, :] <= position[:, None], s, -1e30)
+        m_new = tl.maximum(m, tl.max(s, axis=1))
+        shrink, p = tl.exp(m - m_new), tl.exp(s - m_new[:, None])
+        l = l * shrink + tl.sum(p, axis=1)  # noqa: E741
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        m = m_new
+    tl.store(out_ptr + row[:, None] * HEAD_DIM + d[None, :], acc / l[:, None], mask=real[:, None])
+
+
+def cut_tiles(query_start_loc: np.ndarray, seq_lens: np.ndarray, group: int) -> np.ndarray:
+    """Tiles of a step: [4, num_tiles] int32, rows: request, first query row, its position, number of queries.
+
+    Args:
+        query_start_loc: [num_requests + 1]. seq_lens: [num_requests], this step's tokens included.
+        group: query heads per KV head.
+    """
+    block_q = BLOCK_M // group
+    num_queries = np.diff(query_start_loc)
+    tiles_of = -(-num_queries // block_q)
+    request = np.repeat(np.arange(len(num_queries)), tiles_of)
+    begin = (np.arange(len(request)) - (np.cumsum(tiles_of) - tiles_of)[request]) * block_q
+    return np.stack([request, query_start_loc[:-1][request] + begin, (seq_lens - num_queries)[request] + begin,
+                     np.minimum(num_queries[request] - begin, block_q)]).astype(np.int32)
+
+
+def prefill_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+                      block_tables: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+    """Causal attention of a step's queries over their cached contexts.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], contiguous; K and V of these tokens are in the cache.
+        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim].
+        block_tables: [num_requests, max_blocks] int32. tiles: from `cut_tiles`, on the device.
+
+    Returns:
+        [num_tokens, num_heads, head_dim].
+    """
+    _, num_heads, head_dim = query.shape
+    _, num_kv_heads, block_size, _ = key_cache.shape
+    out, num_tiles = torch.empty_like(query), tiles.shape[1]
+    _prefill[(num_tiles, num_kv_heads)](
+        query, key_cache, value_cache, block_tables, tiles, out, head_dim**-0.5, block_tables.stride(0), num_tiles,
+        num_kv_heads, GROUP=num_heads // num_kv_heads, BLOCK_M=BLOCK_M, BLOCK_SIZE=block_size, HEAD_DIM=head_dim,
+        TILE=64 if query.dtype != torch.float32 else 32, num_warps=4)
+    return out
+
+
+def torch_prefill_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+                            block_tables: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+    """The same from the definition, query by query and head by head, in float32."""
+    out = torch.empty_like(query)
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    for request, row, position, count in tiles.T.tolist():
+        for i in range(count):
+            token = torch.arange(position + i + 1, device=query.device)
+            blocks, offsets = block_tables[request, token // block_size].long(), token % block_size
+            for head in range(num_heads):
+                kv_head = head * num_kv_heads // num_heads
+                key, value = (cache[blocks, kv_head, offsets].float() for cache in (key_cache, value_cache))
+                scores = key @ query[row + i, head].float() * head_dim**-0.5
+                out[row + i, head] = (scores.softmax(dim=0) @ value).to(query.dtype)
+    return out
