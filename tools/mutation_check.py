@@ -2,7 +2,8 @@
 
 A test suite that stays green says little until it is known that it can turn red. Every fault below is a mistake that an
 engine like this one can really have. A fault names the few tests that ought to find it, so that a run takes a few
-minutes; the exit status is 1 if one of them stays green. `tests/test_mutation_check.py` keeps the list true to the source.
+minutes; the exit status is 1 if one of them stays green. `tests/test_mutation_check.py` keeps the list true to the
+source.
 """
 
 from __future__ import annotations
