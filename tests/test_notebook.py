@@ -87,6 +87,14 @@ def test_a_subclass_prints_its_own_name(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "KeyError: 'key'\n"
 
 
+def test_what_was_noted_on_an_error_is_printed_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with expect_error(ValueError):
+        error = ValueError("bad")
+        error.add_note("It was the second one.")
+        raise error
+    assert capsys.readouterr().out == "ValueError: bad\nIt was the second one.\n"
+
+
 def test_no_error_where_one_is_expected_is_an_error() -> None:
     with pytest.raises(AssertionError, match="should have raised ValueError"), expect_error(ValueError):
         pass

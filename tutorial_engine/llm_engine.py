@@ -156,7 +156,8 @@ class LLMEngine:
         if self._asleep or not self.scheduler.has_unfinished_requests():
             return []
         with self._guarded() as interrupts:
-            plan = self.last_plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule()
+            self.last_plan = plan
             if not plan.scheduled:
                 self._check_progress(plan)
                 return []

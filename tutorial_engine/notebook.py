@@ -96,7 +96,7 @@ def expect_error(kind: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kind as error:
-        print(f"{type(error).__name__}: {error}")
+        print(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), sep="\n")
     else:
         raise AssertionError(f"this block should have raised {kind.__name__}, but it ran without an error")
 

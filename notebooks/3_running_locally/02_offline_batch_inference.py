@@ -431,7 +431,7 @@ observe(guess, steps_that_were_run=len(trace),
         requests_left_in_the_engine=llm.llm_engine.get_num_unfinished_requests())
 
 # %% [markdown]
-# One bad ticket, and the whole group stays at home: every prompt is checked before the first drive, those already
+# One bad ticket, and the whole group stays at home (the last line says whose it was): every prompt is checked before the first drive, those already
 # queued are taken out again, and the error comes to you. That is vLLM's rule too. Nothing is lost, and the engine is
 # clean:
 
