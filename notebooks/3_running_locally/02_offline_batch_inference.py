@@ -431,9 +431,9 @@ observe(guess, steps_that_were_run=len(trace),
         requests_left_in_the_engine=llm.llm_engine.get_num_unfinished_requests())
 
 # %% [markdown]
-# One bad ticket, and the whole group stays at home (the last line says whose it was): every prompt is checked before
-# the first drive, those already queued are taken out again, and the error comes to you. That is vLLM's rule too. Nothing
-# is lost, and the engine is clean:
+# One bad ticket, and the whole group stays at home (the last line says whose it was). Every prompt is checked before
+# the first drive. Those already queued are taken out again, and the error comes to you. vLLM has the same rule.
+# Nothing is lost, and the engine is clean:
 
 # %%
 llm.generate("The capital of France is", one_token)[0].outputs[0].text
