@@ -126,7 +126,7 @@ def test_the_same_from_a_small_pool_in_small_steps(engine: LLMEngine, outputs: l
                       dtype="float32", enable_prefix_caching=False, scheduler_reserve_full_isl=False)
     model = engine.model_runner.model
     config = EngineConfig.resolve(args, model.config.max_position_embeddings, "cpu", None)
-    small = LLMEngine(config, ModelRunner(config, model), engine.tokenizer, model.config.vocab_size, {})
+    small = LLMEngine(config, ModelRunner(config, lambda: model), engine.tokenizer, model.config.vocab_size, {})
     preemptions: list = []
     small.listeners.append(lambda _, plan, tables, kept: preemptions.extend(plan.preempted))
     for output, right in zip(run(small, PROMPTS[-5:-2], 8), outputs[-5:-2]):
