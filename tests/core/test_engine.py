@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -373,6 +374,15 @@ def test_generation_config_from_a_folder(tmp_path: Path) -> None:
 # What goes wrong beside the model
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Interrupts as a notebook has them: a job in a shell's background is started with them ignored."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_waits_for_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C inside the scheduler arrives after the step, whose work is kept."""
     engine = make_engine()
@@ -394,6 +404,7 @@ def test_an_interrupt_waits_for_the_books(monkeypatch: pytest.MonkeyPatch) -> No
     assert_clean(engine)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_inside_the_model_arrives_at_once() -> None:
     reached = []
 
