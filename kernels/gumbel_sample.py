@@ -50,6 +50,9 @@ def _best_of_tile(logits_ptr, temperature_ptr, keys_ptr, best_ptr, token_ptr, vo
     if temperature > 0.0:
         x = x / temperature + _gumbel(tl.load(keys_ptr + row), token)
         x = tl.where(inside, x, -float("inf"))
+    # A model that overflows says NaN. No comparison holds for it, so it would win or lose by chance, and could leave an
+    # index that no token has.
+    x = tl.where(x == x, x, -float("inf"))
     best, index = tl.max(x, axis=0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best_ptr + row * num_tiles + tile, best)
     tl.store(token_ptr + row * num_tiles + tile, tile * TILE + index)
@@ -87,7 +90,7 @@ def gumbel_sample(logits: torch.Tensor, temperature: torch.Tensor, noise_keys: t
 
 def torch_gumbel_sample(logits: torch.Tensor, temperature: torch.Tensor, noise_keys: torch.Tensor) -> torch.Tensor:
     """The same with whole rows: scale, add noise, argmax."""
-    x = logits.float()
+    x = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     noisy = x / temperature.clamp(min=1e-9)[:, None] + gumbel_noise(
         noise_keys[:, None], torch.arange(x.shape[1], device=x.device))
     return torch.where(temperature[:, None] > 0, noisy, x).argmax(dim=-1)

@@ -125,6 +125,16 @@ def test_gumbel_sample_greedy_takes_the_first_of_equals() -> None:
     assert gumbel_sample(logits, torch.zeros(2), torch.zeros(2, dtype=torch.int64)).tolist() == [17, 0]
 
 
+def test_gumbel_sample_survives_a_model_that_overflowed() -> None:
+    """NaN never wins, and a row of nothing else still gives the id of some token."""
+    logits = torch.full((4, 2500), torch.nan)
+    logits[1:3, [5, 2400]] = torch.tensor([1.0, 2.0])
+    temperature, keys = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.arange(4)
+    got = gumbel_sample(logits, temperature, keys)
+    assert torch.equal(got, torch_gumbel_sample(logits, temperature, keys))
+    assert got.tolist()[:2] == [0, 2400] and got[2] in (5, 2400) and 0 <= got[3] < 2500
+
+
 def test_gumbel_sample_never_draws_what_is_forbidden() -> None:
     logits = torch.full((3, 2500), -torch.inf)
     logits[:, 2400] = 0.0
