@@ -167,11 +167,12 @@ class LLMEngine:
                     result = self.model_runner.execute_model(plan)
             except BaseException as error:
                 self._fail_step(plan, error)
-            tables = self._block_tables() if self.listeners else {}
+            listeners = list(self.listeners)  # another thread may add one meanwhile; it hears of the next step
+            tables = self._block_tables() if listeners else {}
             kept = self.scheduler.update_from_output(plan, result.sampled_token_ids)
             outputs, stopped = self.output_processor.process(plan, result, kept)
             self.scheduler.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
-            self._tell_listeners(plan, tables, kept)
+            self._tell(listeners, plan, tables, kept)
             self._record(plan, self.output_processor.iteration_stats)
         return outputs
 
@@ -220,8 +221,9 @@ class LLMEngine:
             f"{manager.block_pool.get_num_free_blocks()} of {self.num_gpu_blocks - 1} blocks free. {reasons}. "
             "The stuck requests were aborted.", ended)
 
-    def _tell_listeners(self, plan: SchedulerOutput, tables: dict[str, list[int]], kept: dict[str, list[int]]) -> None:
-        for listener in list(self.listeners):
+    def _tell(self, listeners: list[Callable], plan: SchedulerOutput, tables: dict[str, list[int]],
+              kept: dict[str, list[int]]) -> None:
+        for listener in listeners:
             try:
                 listener(self.scheduler, plan, tables, kept)
             except Exception:
