@@ -5,17 +5,19 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: it has wheels for Linux only")
+from tests.core.support import FakeTokenizer, make_config, make_params
 from tutorial_engine.attention import AttentionMetadata
 from tutorial_engine.kernels.decode_attention import decode_attention
 from tutorial_engine.kv_cache import KVCache
+from tutorial_engine.llm_engine import LLMEngine
+from tutorial_engine.model_runner import ModelRunner
 from tutorial_engine.models.config import ModelConfig
 from tutorial_engine.models.decoder import Decoder
 
 CPU, BLOCK_SIZE = torch.device("cpu"), 4
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_decoding_with_kernels(architecture: str) -> None:
+def tiny_model(architecture: str) -> Decoder:
     torch.manual_seed(0)
     config = ModelConfig(architecture=architecture, vocab_size=50, hidden_size=32, intermediate_size=48,
                          num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -23,6 +25,13 @@ def test_decoding_with_kernels(architecture: str) -> None:
                          qk_norm=architecture == "qwen3")
     model = Decoder(config, 32, torch.float32, CPU)
     model.load_weights((name, torch.randn_like(view()) * 0.2) for name, (_, view) in model._places().items())
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_decoding_with_kernels(architecture: str) -> None:
+    model = tiny_model(architecture)
+    config = model.config
     tables = torch.tensor([[3, 1, 5], [2, 6, 4]], dtype=torch.int32)
     caches = [KVCache(config, 8, BLOCK_SIZE, torch.float32, CPU) for _ in range(2)]
     for position in range(7):
@@ -39,3 +48,22 @@ def test_decoding_with_kernels(architecture: str) -> None:
                                                caches[1])
             right = model.compute_logits(model(ids, positions, caches[1], metadata))
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+
+
+def test_the_engine_gives_the_same_tokens_with_kernels() -> None:
+    """Chunked prompts, decoding and preemption through the ragged kernel, against the torch path."""
+    answers = []
+    for kernels in (False, True):
+        config = make_config(32, max_num_batched_tokens=8, num_gpu_blocks_override=9, scheduler_reserve_full_isl=False)
+        runner = ModelRunner(config, lambda: tiny_model("llama"))
+        runner.use_prefill_kernel = kernels
+        engine = LLMEngine(config, runner, FakeTokenizer(), 50, {})
+        for i, length in enumerate((9, 2, 5)):
+            engine.add_request(str(i), list(range(i, i + length)), make_params(8))
+        finished, preemptions = {}, 0
+        while engine.has_unfinished_requests():
+            finished |= {o.request_id: o.outputs[0].token_ids for o in engine.step()}
+            preemptions += len(engine.last_plan.preempted)
+        answers.append((finished, preemptions))
+    assert answers[0][1] > 0
+    assert answers[0] == answers[1]
