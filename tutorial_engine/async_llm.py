@@ -43,7 +43,7 @@ from tutorial_engine.exceptions import (
     VLLMError,
     VLLMValidationError,
 )
-from tutorial_engine.llm_engine import LLMEngine
+from tutorial_engine.llm_engine import LLMEngine, check_sleep
 from tutorial_engine.outputs import RequestOutput
 from tutorial_engine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -404,18 +404,20 @@ class AsyncLLM:
         return await self._thread.call(self.llm_engine.reset_prefix_cache, reset_running_requests, reset_connector)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Pause as `pause_generation` does, and give memory back until `wake_up`. See `LLMEngine.sleep`."""
-        await self.pause_generation(mode=mode, clear_cache=False)
-        try:
-            await self._thread.call(self.llm_engine.sleep, level, "keep")
-        except BaseException:
-            await self.resume_generation()
-            raise
+        """Give memory back until `wake_up`; what comes meanwhile waits. See `LLMEngine.sleep`."""
+        check_sleep(level, mode)
+        paused = self._thread.pause_mode
+        if mode == "abort":
+            await self._thread.call(self._thread.abort)
+        elif mode == "wait":
+            await self.pause_generation(mode="wait", clear_cache=False)
+        await self._thread.call(self.llm_engine.sleep, level, "keep")
+        if mode == "wait" and paused is None:
+            await self.resume_generation()  # asleep, nothing runs, so newcomers may wait instead of being refused
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Undo `sleep`, wholly or by parts; fully awake, the engine takes up its requests again."""
-        if await self._thread.call(self.llm_engine.wake_up, tags):
-            await self.resume_generation()
+        await self._thread.call(self.llm_engine.wake_up, tags)
 
     async def is_sleeping(self) -> bool:
         return await self._thread.call(self.llm_engine.is_sleeping)

@@ -14,6 +14,7 @@ import math
 import numbers
 import os
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from tutorial_engine.exceptions import VLLMValidationError
@@ -190,12 +191,16 @@ class AsyncEngineArgs(EngineArgs):
 
     Attributes:
         enable_log_requests: write each request's arrival and parameters to the log.
+        disable_log_stats: None: keep statistics if the package prometheus_client is there to keep them in.
     """
 
     enable_log_requests: bool = False
-    disable_log_stats: bool = False  # a server's numbers are read all the time; offline they are off by default
+    disable_log_stats: bool | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        if self.disable_log_stats is None:
+            # A server's numbers are read all the time; offline they are off by default.
+            self.disable_log_stats = find_spec("prometheus_client") is None
         super().__post_init__()
         self._check_type("enable_log_requests", bool, "True or False")
 

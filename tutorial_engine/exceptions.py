@@ -57,11 +57,13 @@ class EngineGenerateError(VLLMError):
 
     Attributes:
         request_ids: the ids, as they were added, of the requests that ended; a client waits in vain for these only.
+        outputs: what they had said, as `RequestOutput`s with finish_reason "error", where that is known.
     """
 
-    def __init__(self, message: str, request_ids: Iterable[str] = ()) -> None:
+    def __init__(self, message: str, request_ids: Iterable[str] = (), outputs: Iterable[Any] = ()) -> None:
         super().__init__(message)
         self.request_ids = list(request_ids)
+        self.outputs = list(outputs)
 
 
 class EnginePausedError(VLLMError):

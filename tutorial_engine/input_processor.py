@@ -46,7 +46,11 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
-        extra = generation_config.get("eos_token_id", [])
+        extra = generation_config.get("eos_token_id")
+        extra = [] if extra is None else extra
+        if not all(isinstance(i, int) for i in ([extra] if isinstance(extra, int) else extra)):
+            raise VLLMValidationError("generation_config.json: eos_token_id must be a token id or a list of them, got "
+                                      f"{extra!r}.", parameter="eos_token_id", value=extra)
         self.extra_eos_ids = [i for i in ([extra] if isinstance(extra, int) else extra or [])
                               if i != self.eos_token_id and 0 <= i < vocab_size]
         self.structured_outputs = StructuredOutputManager(
@@ -83,6 +87,8 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}.")
+        if arrival_time is not None and not isinstance(arrival_time, numbers.Real):
+            raise TypeError(f"arrival_time must be seconds, got {arrival_time!r}.")
         if not isinstance(priority, numbers.Integral):
             raise VLLMValidationError(f"priority must be an integer, got {priority!r}.", parameter="priority",
                                       value=priority)

@@ -54,7 +54,7 @@ def parse_prompt(prompt: Any) -> dict[str, Any]:
     if "role" in prompt:
         raise TypeError("Prompt dictionary has a 'role', so it is a message of a conversation: use chat(), which lays "
                         "messages out with the model's template.")
-    if unknown := sorted(prompt.keys() - _KNOWN_KEYS):
+    if unknown := sorted(prompt.keys() - _KNOWN_KEYS, key=str):
         raise TypeError(f"Prompt dictionary has keys that this engine does not have: {unknown}. "
                         f"It knows {sorted(_KNOWN_KEYS)}.")
     if "prompt" not in prompt and "prompt_token_ids" not in prompt:
@@ -65,7 +65,7 @@ def parse_prompt(prompt: Any) -> dict[str, Any]:
         raise TypeError("cache_salt should be a non-empty string.")
     if "prompt_token_ids" in prompt:
         ids = prompt["prompt_token_ids"]
-        if not isinstance(ids, Sequence) or isinstance(ids, str) or not all(_is_int(i) for i in ids):
+        if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)) or not all(_is_int(i) for i in ids):
             raise TypeError("Token prompt should be a list of integers.")
     return prompt
 

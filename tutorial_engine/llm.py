@@ -9,7 +9,9 @@ Owns: batches of prompts, progress bars, conversations. Does not own: the loop (
 
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,8 +30,18 @@ from tutorial_engine.outputs import RequestOutput
 from tutorial_engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 
+def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a second thread wait until the first is done: a step belongs to one caller."""
+    @functools.wraps(method)
+    def locked(self: LLM, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+    return locked
+
+
 class LLM:
-    """A model, ready to generate.
+    """A model, ready to generate. Threads that share one wait for each other; for askers who come and go at any time
+    there is `AsyncLLM`.
 
     Args:
         model: "" or "smollm2-135m-instruct" for the course's own model (fetched once, then offline), a local folder, a
@@ -47,9 +59,11 @@ class LLM:
     def __init__(self, model: str = "", **kwargs: Any) -> None:
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **kwargs))
         self._request_ids = itertools.count()
+        self._lock = threading.RLock()
         self._enqueued: dict[str, RequestOutput | None] = {}
         self._num_completions: dict[str, int] = {}  # of each enqueued prompt, for the bar
 
+    @_one_at_a_time
     def generate(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  use_tqdm: bool | Callable[..., tqdm] = True, lora_request: Any = None,
                  priority: Sequence[int] | None = None, tokenization_kwargs: dict[str, Any] | None = None,
@@ -73,6 +87,7 @@ class LLM:
                              tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         return self._run(added, use_tqdm)
 
+    @_one_at_a_time
     def chat(self, messages: Sequence[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
              use_tqdm: bool | Callable[..., tqdm] = True, lora_request: Any = None,
              priority: Sequence[int] | None = None, chat_template: str | None = None,
@@ -96,6 +111,7 @@ class LLM:
             add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         return self._run(added, use_tqdm)
 
+    @_one_at_a_time
     def enqueue_chat(self, messages: Sequence[Any],
                      sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
                      use_tqdm: bool | Callable[..., tqdm] = True, lora_request: Any = None,
@@ -122,6 +138,7 @@ class LLM:
         return self.enqueue(prompts, sampling_params, use_tqdm=False, lora_request=lora_request, priority=priority,
                             tokenization_kwargs={"add_special_tokens": False})
 
+    @_one_at_a_time
     def beam_search(self, prompts: Any, params: BeamSearchParams, lora_request: Any = None,
                     use_tqdm: bool | Callable[..., tqdm] = False, concurrency_limit: int | None = None
                     ) -> list[BeamSearchOutput]:
@@ -144,6 +161,7 @@ class LLM:
                            lora_requests=self._one_each("lora_request", lora_request, len(prompts), lambda: None),
                            bar=lambda steps, desc: self._bar(use_tqdm, steps, desc, unit="token"))
 
+    @_one_at_a_time
     def enqueue(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                 use_tqdm: bool | Callable[..., tqdm] = True, lora_request: Any = None,
                 priority: Sequence[int] | None = None, tokenization_kwargs: dict[str, Any] | None = None,
@@ -157,26 +175,29 @@ class LLM:
         loras = self._one_each("lora_request", lora_request, len(prompts), lambda: None)
         priorities = self._one_each("priority", priority, len(prompts), lambda: 0)
         added: list[str] = []
+        rendering = False
         try:
             for prompt, p, lora, prio in self._bar(
                     use_tqdm, list(zip(prompts, params, loras, priorities)), "Rendering prompts"):
-                index = len(added)
+                rendering = True
                 if isinstance(p, SamplingParams):
                     p.output_kind = RequestOutputKind.FINAL_ONLY  # on the caller's object, as vLLM does
-                request_id = str(next(self._request_ids))
+                request_id = next(i for i in map(str, self._request_ids) if not self.llm_engine.is_in_use(i))
                 self.llm_engine.add_request(request_id, prompt, p, lora_request=lora, priority=prio,
                                             tokenization_kwargs=tokenization_kwargs)
                 added.append(request_id)
         except BaseException as error:
-            if len(prompts) > 1 and isinstance(error, (TypeError, VLLMValidationError)):
-                error.add_note(f"It was prompt {index} of {len(prompts)} (counted from 0); none of them was run.")
+            if rendering and len(prompts) > 1 and isinstance(error, (TypeError, VLLMValidationError)):
+                error.add_note(f"It was prompt {len(added)} of {len(prompts)} (counted from 0); none of them was run.")
             self.llm_engine.abort_request(added)
             raise
         self._enqueued.update(dict.fromkeys(added))
+        self.llm_engine.reserved_ids.update(added)
         for i, p in zip(added, params):
             self._num_completions[i] = p.n
         return added
 
+    @_one_at_a_time
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: bool | Callable[..., tqdm] = True
                             ) -> list[RequestOutput]:
         """Second half of `generate`: run until everything queued is finished, and return it in order of arrival."""
@@ -186,8 +207,10 @@ class LLM:
         return self._run(list(self._enqueued), use_tqdm)
 
     def _run(self, request_ids: list[str], use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
-        """Step until these requests are finished. One that is aborted in between has no output."""
+        """Step until these requests are finished. One that somebody aborts through llm_engine has no output: who
+        aborts is handed it."""
         engine, outputs = self.llm_engine, self._enqueued
+        engine.check_alive()
         pending = {i for i in request_ids if outputs[i] is None}
         total = sum(self._num_completions[i] for i in pending)
         began, num_input, num_output = time.perf_counter(), 0, 0
@@ -208,11 +231,16 @@ class LLM:
                                             f"output: {num_output / seconds:.2f} toks/s", refresh=False)
                         bar.update(len(output.outputs))
             return [output for i in request_ids if (output := outputs[i]) is not None]
+        except EngineGenerateError as error:
+            self._keep(error.outputs)  # those of earlier calls that ended with this step are still to be asked for
+            pending -= set(error.request_ids)
+            raise
         finally:
             # After an error or an interrupt something is pending: leave the engine as it was before.
             engine.abort_request(pending)
             for request_id in request_ids:
                 del outputs[request_id], self._num_completions[request_id]
+                engine.reserved_ids.discard(request_id)
 
     def _keep(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Store what belongs to `enqueue`; the rest was added by hand through llm_engine."""
@@ -246,6 +274,7 @@ class LLM:
         generation_config="vllm"."""
         return self.llm_engine.input_processor.get_default_sampling_params()
 
+    @_one_at_a_time
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached blocks; False if requests hold some."""
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
@@ -258,14 +287,17 @@ class LLM:
         """
         return self.llm_engine.get_metrics()
 
+    @_one_at_a_time
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give memory back until `wake_up`, see `LLMEngine.sleep`."""
         self._keep(self.llm_engine.sleep(level, mode))
 
+    @_one_at_a_time
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Undo `sleep`; with tags ("weights", "kv_cache", "scheduling") by parts. True if fully awake."""
         return self.llm_engine.wake_up(tags)
 
+    @_one_at_a_time
     def release_kv_cache_memory(self) -> None:
         """Give the KV cache's memory back until `wake_up`."""
         self.llm_engine.release_kv_cache_memory()
@@ -279,6 +311,7 @@ class LLM:
         """`func(model)`, in a list: one result per worker."""
         return self.llm_engine.apply_model(func)
 
+    @_one_at_a_time
     def close(self) -> None:
         """Give the memory back; afterwards this object is of no use."""
         self.llm_engine.close()

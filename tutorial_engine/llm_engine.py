@@ -73,6 +73,7 @@ class LLMEngine:
         self.stat_logger = None if config.args.disable_log_stats else StatLogger(
             config.args.model or DEFAULT_MODEL, config.max_model_len, config.device)
         self.listeners: list[Callable] = []
+        self.reserved_ids: set[str] = set()  # of requests that LLM waits for: their outputs must not be mixed up
         self.last_plan: SchedulerOutput | None = None
         self._asleep: set[str] = set()  # of SLEEP_TAGS
         self._idle_steps = 0
@@ -131,9 +132,13 @@ class LLMEngine:
         Raises:
             TypeError: wrong types. VLLMValidationError: this model or engine cannot do it. Nothing was queued then.
         """
-        self._check_alive()
+        self.check_alive()
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {type(request_id).__name__}.")
+        if request_id in self.reserved_ids:
+            raise VLLMValidationError(f"request_id {request_id!r} belongs to a request that LLM has queued (it numbers "
+                                      "them '0', '1', ...); take another one.", parameter="request_id",
+                                      value=request_id)
         if lora_request is not None:
             raise VLLMValidationError(f"Got lora_request {lora_request} but LoRA is not enabled! This engine does not "
                                       "have it.", parameter="lora_request")
@@ -152,7 +157,7 @@ class LLMEngine:
         Raises:
             EngineGenerateError: the model failed; the requests of this step are ended, the others can go on.
         """
-        self._check_alive()
+        self.check_alive()
         if self._asleep or not self.scheduler.has_unfinished_requests():
             return []
         with self._guarded() as interrupts:
@@ -197,13 +202,17 @@ class LLMEngine:
     def _fail_step(self, plan: SchedulerOutput, error: BaseException) -> None:
         """End the requests of a step that failed, and with each the other completions of its prompt: without their
         sibling they could never be handed out. Always raises."""
-        parents = dict.fromkeys(self.output_processor.states[i].parent for i in plan.scheduled)
+        states = self.output_processor.states
+        parents = dict.fromkeys(states[i].parent for i in plan.scheduled)
+        ended = [state for i, state in states.items() if state.parent in parents]
         self.scheduler.discard_step(plan)
-        self._end([r.request_id for parent in parents for r in parent.requests], RequestStatus.FINISHED_ERROR)
+        self._end([state.request.request_id for state in ended], RequestStatus.FINISHED_ERROR)
+        outputs = self.output_processor.last_outputs(ended)
         if not isinstance(error, Exception):
             raise error  # an interrupt from the keyboard stays one
         raise EngineGenerateError(f"The model failed in a step of {len(plan.scheduled)} request(s), which are ended: "
-                                  f"{type(error).__name__}: {error}", [p.request_id for p in parents]) from error
+                                  f"{type(error).__name__}: {error}", [p.request_id for p in parents], outputs
+                                  ) from error
 
     def _check_progress(self, plan: SchedulerOutput) -> None:
         """Turn waiting for ever into an error that says who waits for what."""
@@ -241,7 +250,7 @@ class LLMEngine:
             The last outputs of these requests: what was said so far, with the finish_reason "abort".
         """
         outputs: list[RequestOutput] = []
-        for request_id in list(request_ids):
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             internal_ids = self.output_processor.internal_ids(request_id)
             states = [self.output_processor.states[i] for i in internal_ids]
             self._end(internal_ids, RequestStatus.FINISHED_ABORTED)
@@ -252,6 +261,10 @@ class LLMEngine:
         with HeldInterrupts():
             self.scheduler.finish_requests(internal_ids, status)
             self._record(None, self.output_processor.forget(internal_ids, status.finish_reason))
+
+    def is_in_use(self, request_id: str) -> bool:
+        """True while an unfinished request has this id."""
+        return bool(self.output_processor.internal_ids(request_id))
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()
@@ -308,6 +321,7 @@ class LLMEngine:
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached blocks. False, with a warning, if requests hold some; `reset_running_requests` preempts
         them first."""
+        self.check_alive()
         if reset_connector:
             raise VLLMValidationError("reset_connector: this engine has no KV connector; leave it False.",
                                       parameter="reset_connector", value=True)
@@ -325,11 +339,8 @@ class LLMEngine:
         Returns:
             What became ready while waiting, or the last outputs of those that were ended.
         """
-        self._check_alive()
-        for name, value, choices in (("level", level, (0, 1, 2)), ("mode", mode, ("abort", "wait", "keep"))):
-            if value not in choices:
-                raise VLLMValidationError(f"sleep: {name} must be one of {choices}, got {value!r}.", parameter=name,
-                                          value=value)
+        self.check_alive()
+        check_sleep(level, mode)
         outputs: list[RequestOutput] = []
         while mode == "wait" and not self._asleep and self.has_unfinished_requests():
             outputs += self.step()
@@ -346,7 +357,7 @@ class LLMEngine:
     def release_kv_cache_memory(self) -> None:
         """Give the KV cache's memory back, until `wake_up(["kv_cache"])`. Running requests are preempted: they keep
         their tokens, and nothing is computed meanwhile."""
-        self._check_alive()
+        self.check_alive()
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.model_runner.release_kv_cache()
         self._asleep.add("kv_cache")
@@ -354,7 +365,7 @@ class LLMEngine:
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Undo `sleep`, wholly or by parts: "weights", "kv_cache", "scheduling". True if fully awake now."""
-        self._check_alive()
+        self.check_alive()
         tags = SLEEP_TAGS if tags is None else tags
         if isinstance(tags, str) or (unknown := [tag for tag in tags if tag not in SLEEP_TAGS]):
             raise VLLMValidationError(f"wake_up: tags must be a list of {SLEEP_TAGS}, got "
@@ -379,7 +390,7 @@ class LLMEngine:
                        kwargs: dict[str, Any] | None = None) -> list[Any]:
         """Call a method of each worker, by name, or a function with each worker as its first argument. There is one
         worker here, the model runner, in this process; so the list has one result, and no time can run out."""
-        self._check_alive()
+        self.check_alive()
         if timeout is not None:
             raise VLLMValidationError("collective_rpc: timeout must be None: the call runs in this process, and "
                                       "nothing could end it early.", parameter="timeout", value=timeout)
@@ -403,7 +414,8 @@ class LLMEngine:
             finally:
                 runner.close()
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raises EngineDeadError after `close`."""
         if self.model_runner is None:
             raise EngineDeadError("This engine was closed by close(); build a new one.")
 
@@ -425,6 +437,14 @@ class LLMEngine:
             why = plan.waiting_reasons.get(request.request_id) if plan else None
             lines.append(f"  {request!r}" + (f": {why}" if why else ""))
         return "\n".join(lines)
+
+
+def check_sleep(level: int, mode: str) -> None:
+    """Raises VLLMValidationError unless `LLMEngine.sleep` knows both."""
+    for name, value, choices in (("level", level, (0, 1, 2)), ("mode", mode, ("abort", "wait", "keep"))):
+        if value not in choices:
+            raise VLLMValidationError(f"sleep: {name} must be one of {choices}, got {value!r}.", parameter=name,
+                                      value=value)
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:

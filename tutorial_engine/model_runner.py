@@ -235,7 +235,8 @@ class ModelRunner:
             logits = self.model.compute_logits(hidden[first:first + num_rows])
             targets = torch.tensor(request.all_token_ids[s.start + 1:s.start + 1 + num_rows], device=self.device)
             asked = [request.sampling_params.prompt_logprobs] * num_rows
-            result.prompt_logprobs[request.request_id] = self.sampler.gather_logprobs(logits, targets, asked)
+            result.prompt_logprobs[request.request_id] = self.sampler.gather_logprobs(
+                logits, targets, asked, is_prompt=True)
 
     def release_kv_cache(self) -> None:
         """Give the cache's memory back; what it held is lost."""

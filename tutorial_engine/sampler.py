@@ -137,13 +137,15 @@ class Sampler:
                 out[rows] = (kept + gumbel_noise(keys[rows], ids)).argmax(dim=-1)
         return out
 
-    def gather_logprobs(self, values: torch.Tensor, chosen: torch.Tensor, asked: Sequence[int | None]) -> LogprobsLists:
+    def gather_logprobs(self, values: torch.Tensor, chosen: torch.Tensor, asked: Sequence[int | None],
+                        is_prompt: bool = False) -> LogprobsLists:
         """Logprobs of the chosen tokens and of the most likely ones.
 
         Args:
             values: [rows, vocab_size] logits. chosen: [rows] token ids. asked: alternatives per row, -1 for all.
+            is_prompt: always logprobs, as in vLLM: the mode is about what is generated.
         """
-        if self.logprobs_mode.endswith("logprobs"):
+        if is_prompt or self.logprobs_mode.endswith("logprobs"):
             values = values.log_softmax(dim=-1)
         own = values.gather(1, chosen[:, None])
         ranks = (values > own).sum(dim=-1) + 1

@@ -45,6 +45,12 @@ _REMOVED = {
     "logits_processors": "vLLM has no per-request processors any more; classes are given to the engine: "
                          "LLM(logits_processors=[...]).",
     "guided_decoding": "vLLM renamed it to structured_outputs.",
+    "guided_json": "It is structured_outputs=StructuredOutputsParams(json=...) now.",
+    "guided_regex": "It is structured_outputs=StructuredOutputsParams(regex=...) now.",
+    "guided_choice": "It is structured_outputs=StructuredOutputsParams(choice=...) now.",
+    "guided_grammar": "It is structured_outputs=StructuredOutputsParams(grammar=...) now.",
+    "max_new_tokens": "It is called max_tokens here.",
+    "do_sample": "temperature=0 is greedy; any other temperature samples.",
     "truncate_prompt_tokens": "Pass it in tokenization_kwargs of generate() instead.",
 }
 _NOT_HERE = {
@@ -259,7 +265,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 _fail("logit_bias", self.logit_bias, "must be a dict from token id to bias")
-            self.logit_bias = {_check_int("logit_bias", k, 0): _check_float("logit_bias", v, -FLOAT32_MAX, FLOAT32_MAX)
+            self.logit_bias = {_check_int("logit_bias", k, 0): _check_float("logit_bias", v, -math.inf, FLOAT32_MAX)
                                for k, v in self.logit_bias.items()}
         if self.allowed_token_ids is not None:
             allowed = _check_list("allowed_token_ids", self.allowed_token_ids)
@@ -422,5 +428,5 @@ def _check_float(name: str, value: Any, low: float, high: float, open_low: bool 
         number = math.inf
     if not (low < number if open_low else low <= number) or not number <= high:  # this way round, NaN fails too
         interval = f"{'(' if open_low else '['}{low:g}, {high:g}]"
-        _fail(name, value, f"must be a finite number in {interval}")
+        _fail(name, value, f"must be a {'' if math.isinf(low) else 'finite '}number in {interval}")
     return number

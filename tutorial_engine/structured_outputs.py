@@ -29,6 +29,7 @@ import copy
 import functools
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
 NO_TOKEN = -1  # what the sampler says where everything is forbidden; no grammar accepts it
 
 # Where the values of a JSON schema are not schemas: maps from names to schemas, and plain data.
@@ -59,11 +61,12 @@ class Grammar:
     Args:
         matcher: llguidance's, at the start; no other request uses it.
         eos_token_id: the id that ends a text for the matcher.
-        stop_ids: ids that end this request.
+        stop_ids: ids that end this request. vocab_size: ids there are.
     """
 
-    def __init__(self, matcher: LLMatcher, eos_token_id: int, stop_ids: Iterable[int]) -> None:
+    def __init__(self, matcher: LLMatcher, eos_token_id: int, stop_ids: Iterable[int], vocab_size: int) -> None:
         self._matcher = matcher
+        self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
         self._stop_ids = np.array(sorted(stop_ids), dtype=np.int64)
 
@@ -73,19 +76,36 @@ class Grammar:
         if self._matcher.is_error():  # no token can spell what comes next, or the library's limits are reached
             logger.warning("A request's grammar cannot go on: %s", _reason(self._matcher))
             mask[:] = 0
-        elif self._matcher.is_accepting():
+            return mask.view(np.int32)
+        self._replace_special(mask)
+        if self._matcher.is_accepting():
             np.bitwise_or.at(mask, self._stop_ids // 8, (1 << self._stop_ids % 8).astype(np.uint8))
         return mask.view(np.int32)
 
+    def _replace_special(self, mask: np.ndarray) -> None:
+        """Where a text that must come is spelled like a special token, the library's mask allows that token alone, and
+        then does not accept it. Such a text is spelled with ordinary tokens, tried one by one: slow, and rare."""
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        if len(allowed) != 1 or self._matcher.validate_tokens([int(allowed[0])]) or allowed[0] == self._eos_token_id:
+            return
+        ordinary = [i for i in range(8 * len(mask)) if i < self._vocab_size and self._matcher.validate_tokens([i])]
+        mask[:] = 0
+        np.bitwise_or.at(mask, np.array(ordinary) // 8, (1 << np.array(ordinary) % 8).astype(np.uint8))
+
     def accept_token(self, token_id: int) -> bool:
         """Move past a token that was chosen. False, and nothing changes, if it may not come here."""
+        accepted = False
         if token_id == NO_TOKEN:
+            logger.warning("A request ends with an error: its grammar and its other rules leave no token.")
             return False
         if self._matcher.validate_tokens([token_id]):
-            return self._matcher.consume_token(token_id)
-        if token_id in self._stop_ids and self._matcher.is_accepting():
-            return self._matcher.consume_token(self._eos_token_id)
-        return False
+            accepted = self._matcher.consume_token(token_id)
+        elif token_id in self._stop_ids and self._matcher.is_accepting():
+            accepted = self._matcher.consume_token(self._eos_token_id)
+        if not accepted:
+            logger.warning("A request ends with an error: its grammar does not go on with token %d. %s", token_id,
+                           _reason(self._matcher))
+        return accepted
 
 
 class StructuredOutputManager:
@@ -118,7 +138,7 @@ class StructuredOutputManager:
         kind, value = params.verify()
         with _errors_as_refusals(f"structured_outputs.{kind}", "cannot be compiled"):
             matcher = self._compiled(self._to_text(kind, value, params))
-        return [Grammar(matcher.deep_copy(), self.eos_token_id, stop_ids) for _ in range(n)]
+        return [Grammar(matcher.deep_copy(), self.eos_token_id, stop_ids, self.vocab_size) for _ in range(n)]
 
     @functools.cached_property
     def ll_tokenizer(self) -> LLTokenizer:
@@ -157,7 +177,9 @@ class StructuredOutputManager:
             kind, value = "json", self._schema({"type": "object"}, params)
         elif kind == "structural_tag":
             kind, value = "lark", self._tags_to_lark(value, params)
-        return _llguidance().grammar_from(kind, json.dumps(value) if kind in ("json", "choice") else value)
+        elif kind == "choice":  # as one regex: the library's own way ends at 2,000 choices
+            kind, value = "regex", "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", text) for text in value)
+        return _llguidance().grammar_from(kind, json.dumps(value) if kind == "json" else value)
 
     def _schema(self, schema: Any, params: StructuredOutputsParams) -> Any:
         """A JSON schema with the options of request and engine written into it, the request's first."""

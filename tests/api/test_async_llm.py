@@ -924,9 +924,22 @@ def test_sleep_and_wake_up(tiny_model: Path) -> None:
         await caught_up(engine)
         await engine.sleep()
         assert (await task)[-1].outputs[0].finish_reason == "abort"
+        newcomer = asyncio.create_task(collect(engine, "the", greedy(3)))
+        await caught_up(engine)
+        assert not newcomer.done(), "who comes while it sleeps waits"
         await engine.wake_up()
         await engine.do_log_stats()
-        assert await collect(engine, "the", greedy(3))
+        assert await newcomer
+        waited_for = asyncio.create_task(collect(engine, "the", greedy(9, ignore_eos=True)))
+        await caught_up(engine)
+        await engine.sleep(mode="wait")
+        assert len((await waited_for)[-1].outputs[0].token_ids) == 9 and not await engine.is_paused()
+        await engine.wake_up()
+        await engine.pause_generation(mode="keep")
+        with pytest.raises(VLLMValidationError, match="level"):
+            await engine.sleep(level=7, mode="keep")
+        assert await engine.is_paused(), "an error ends no pause"
+        await engine.resume_generation()
         await settled(engine)
 
     try:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -469,3 +470,64 @@ def test_l48_the_bar_counts_completions(echo_llm: LLM, diary: list[Any]) -> None
 
     echo_llm.generate(["a", "b"], SamplingParams(n=3, max_tokens=2, seed=1), use_tqdm=make)
     assert totals == [2, 6] and [entry for entry in diary if isinstance(entry, int)] == [3, 3]
+
+
+# Sharing
+
+
+def test_threads_wait_for_each_other(llm: LLM) -> None:
+    prompts = [[{"prompt_token_ids": [10 + i, 20 + j]} for j in range(3)] for i in range(3)]
+
+    def answers(i: int) -> list[list[int]]:
+        outputs = llm.generate(prompts[i], greedy(12, ignore_eos=True), use_tqdm=False)
+        return [o.outputs[0].token_ids for o in outputs]
+
+    alone = [answers(i) for i in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(answers, range(3))) == alone
+
+
+def test_ids_that_are_in_use_are_left_alone() -> None:
+    llm = scripted_llm(LETTERS, echo)
+    engine = llm.llm_engine
+    engine.add_request("0", "mine", greedy(4))
+    assert llm.enqueue("queued", greedy(1), use_tqdm=False) == ["1"]
+    with pytest.raises(VLLMValidationError, match="request_id '1' belongs to a request that LLM has queued"):
+        engine.add_request("1", "again", greedy(4))
+    assert llm.wait_for_completion(use_tqdm=False)[0].prompt == "queued"
+    (output,) = llm.generate("yours", greedy(2), use_tqdm=False)
+    assert (output.prompt, output.finished, output.outputs[0].text) == ("yours", True, "yo")
+    with pytest.raises(VLLMValidationError):
+        llm.generate(["good", ""], greedy(2), use_tqdm=False)
+    assert engine.is_in_use("0"), "another's request is not ended with those of a bad call"
+    assert engine.abort_request("0")[0].outputs[0].finish_reason == "abort", "a single id may come without a list"
+    assert_clean(engine)
+
+
+def test_what_was_queued_before_and_failed_is_still_answered() -> None:
+    failing = [RuntimeError("out of memory")]
+
+    def fail(plan: Any) -> None:
+        if failing:
+            raise failing.pop()
+
+    llm = scripted_llm(LETTERS, echo, before=fail)
+    llm.enqueue("before", greedy(3), use_tqdm=False)
+    with pytest.raises(EngineGenerateError) as error:
+        llm.generate("now", greedy(3), use_tqdm=False)
+    assert [o.outputs[0].finish_reason for o in error.value.outputs] == ["error", "error"]
+    (output,) = llm.wait_for_completion(use_tqdm=False)
+    assert (output.prompt, output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("before", "error", [])
+    assert_clean(llm.llm_engine)
+
+
+def test_after_close_nothing_is_awaited(echo_llm: LLM) -> None:
+    echo_llm.close()
+    for use in (echo_llm.wait_for_completion, echo_llm.reset_prefix_cache):
+        with pytest.raises(EngineDeadError):
+            use()
+
+
+def test_a_bar_that_cannot_be_made_says_so_itself(echo_llm: LLM) -> None:
+    with pytest.raises(TypeError, match="desc"):
+        echo_llm.generate(["a", "b"], greedy(2), use_tqdm=lambda iterable: iterable)

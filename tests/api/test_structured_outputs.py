@@ -574,3 +574,21 @@ def test_default_model_needs_no_transformers(default_llm: LLM) -> None:
     """The vocabulary is read from the `tokenizers` library's object; the slow import is not needed for it."""
     assert ask(default_llm, choice=["up"]).text == "up"
     assert "full" not in default_llm.llm_engine.tokenizer.__dict__
+
+
+@pytest.mark.parametrize("constraint, pattern", [
+    ({"choice": [TURN]}, re.escape(TURN)), ({"regex": re.escape(TURN) + "[a-c]{2}"}, re.escape(TURN) + "[a-c]{2}"),
+    ({"json": {"const": TURN}}, re.escape(f'"{TURN}"'))], ids=["choice", "regex", "json"])
+def test_s26_a_text_that_is_spelled_like_a_special_token(llm: LLM, constraint: dict[str, Any], pattern: str) -> None:
+    """The library forces the special token there, and then refuses it; so it is spelled with ordinary ones."""
+    params = greedy(40, structured_outputs=StructuredOutputsParams(**constraint))
+    (output,) = llm.generate("x", params, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "stop" and re.fullmatch(pattern, output.outputs[0].text)
+
+
+def test_s26_thousands_of_choices_and_marks_in_them(llm: LLM) -> None:
+    many = [f"item {i}" for i in range(3000)]
+    for choices in (many, ["a+b (c)", "x^2 - y/z #1 & ~", "[1]|{2}$"]):
+        params = greedy(24, structured_outputs=StructuredOutputsParams(choice=choices))
+        (output,) = llm.generate("x", params, use_tqdm=False)
+        assert output.outputs[0].text in choices and output.outputs[0].finish_reason == "stop"
