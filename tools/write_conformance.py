@@ -31,7 +31,8 @@ row. Each row has a check that runs with the tests, and its text below is that c
 
 * **same**: a program sees the same here as with vLLM, apart from its speed.
 * **differs**: it works, but something about it is not the same; the row says what, and why.
-* **not here**: this engine does not have it. Asking for it is an error that says so; nothing is accepted and ignored.
+* **not here**: this engine does not have it. Asking for it is an error that says so; nothing that would
+  change an answer is accepted and ignored.
 """
 
 DIFFERENCES = """\

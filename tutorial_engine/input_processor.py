@@ -130,6 +130,9 @@ class InputProcessor:
             raise VLLMValidationError(f"truncation_side must be 'left' or 'right', got {side!r}.",
                                       parameter="truncation_side", value=side)
         is_text = "prompt_token_ids" not in parsed
+        if is_text and any("\ud800" <= c <= "\udfff" for c in parsed["prompt"]):
+            raise VLLMValidationError("The prompt holds half of a surrogate pair, which is no valid Unicode; was its "
+                                      "text cut in the middle of a character?", parameter="prompt")
         if is_text:
             self._check_tokenizer("a text as prompt", "pass {'prompt_token_ids': [...]}")
         ids = (self.tokenizer.encode(parsed["prompt"], add_special_tokens=add_special_tokens) if is_text
@@ -240,7 +243,9 @@ class InputProcessor:
             plain, spaced = (list(self.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False))
                              for prefix in ("", " "))
             if not plain:
-                raise VLLMValidationError(f"bad_words: {word!r} is no token at all.", parameter="bad_words", value=word)
+                raise VLLMValidationError(f"bad_words: {word!r} is no token at all without its leading white space; "
+                                          "forbid a token of white space with logit_bias.", parameter="bad_words",
+                                          value=word)
             sequences.append(plain)
             if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 sequences.append(spaced)
@@ -258,6 +263,8 @@ class InputProcessor:
             ChatTemplateResolutionError: no template. VLLMValidationError: the template refuses, or bad messages.
         """
         self._check_tokenizer("conversations", "render them yourself, and pass token ids to generate()")
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise TypeError(f"chat_template must be text, got {type(chat_template).__name__}.")
         template = _read_template(chat_template or self.config.args.chat_template)
         if template is None and self.tokenizer.chat_template is None:
             raise ChatTemplateResolutionError(

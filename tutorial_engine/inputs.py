@@ -48,8 +48,13 @@ def parse_prompt(prompt: Any) -> dict[str, Any]:
     if isinstance(prompt, list):
         prompt = {"prompt_token_ids": prompt}
     if not isinstance(prompt, dict):
+        hint = ""
+        if hasattr(prompt, "tolist"):
+            hint = " Make it a list with .tolist()."
+        elif _is_int(prompt):
+            hint = " The ids of one prompt go in a list, since a tuple means several prompts."
         raise TypeError("Prompt should be a string, list of tokens, or dictionary, "
-                        f"but this one is a {type(prompt).__name__}.")
+                        f"but this one is a {type(prompt).__name__}.{hint}")
     prompt = {key: value for key, value in prompt.items() if value is not None}
     if "role" in prompt:
         raise TypeError("Prompt dictionary has a 'role', so it is a message of a conversation: use chat(), which lays "

@@ -18,8 +18,8 @@ from tutorial_engine.v1.sample.logits_processor import BatchUpdate, LogitsProces
 
 @row("X1", "n and seed", SAME)
 def n_and_seed(llm: LLM) -> None:
-    """n completions are n requests with the seeds seed, seed + 1, ... that share the prompt's blocks. Streamed, each
-    piece holds one completion and its index; finished is True on the last one only."""
+    """n completions are n requests with the seeds seed, seed + 1, ... that share the prompt's blocks. From
+    LLMEngine.step(), each piece holds one completion and its index; finished is True on the last one only."""
     params = SamplingParams(n=3, seed=7, max_tokens=4, ignore_eos=True)
     alone = [one(llm, "ab", seed=7 + i, max_tokens=4, ignore_eos=True).outputs[0].token_ids for i in range(3)]
     assert [c.token_ids for c in llm.generate("ab", params, use_tqdm=False)[0].outputs] == alone

@@ -308,7 +308,8 @@ def enable_lora() -> None:
 
 @row("L25", "max_logprobs, logprobs_mode", SAME)
 def logprobs_mode(llm: LLM) -> None:
-    """20 unless said, -1 for no cap; raw_logprobs unless said, or raw_logits, processed_logprobs, processed_logits."""
+    """20 unless said, -1 for no cap; raw_logprobs unless said, or raw_logits, processed_logprobs, processed_logits.
+    The mode is about generated tokens: prompt_logprobs are always raw logprobs."""
     refuses("logprobs", one, llm, "ab", logprobs=21)
     values = {}
     for mode in ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"):
@@ -550,7 +551,8 @@ def getters(llm: LLM) -> None:
 @row("L53", "llm_engine", SAME)
 def llm_engine() -> None:
     """add_request, step, has_unfinished_requests, get_num_unfinished_requests and abort_request, for a loop of your
-    own. An id that is not text is a TypeError."""
+    own. An id that is not text is a TypeError. LLM numbers its own requests "0", "1", ...; an id that it waits for is
+    refused, and generate() keeps its own outputs only."""
     engine = letters_llm("ab").llm_engine
     engine.add_request("mine", "p", SamplingParams(temperature=0, max_tokens=2))
     engine.add_request("other", "p", SamplingParams(n=2))

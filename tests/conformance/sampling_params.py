@@ -187,7 +187,8 @@ def prompt_logprobs(llm: LLM) -> None:
 
 @row("S17", "logprob_token_ids", NOT_HERE)
 def logprob_token_ids() -> None:
-    """Logprobs of chosen ids cannot be asked for; ask for the whole vocabulary with logprobs=-1 and max_logprobs=-1."""
+    """Logprobs of chosen ids cannot be asked for; ask for the whole vocabulary with logprobs=-1, of an
+    LLM(max_logprobs=-1)."""
     with pytest.raises(TypeError, match="logprob_token_ids"):
         SamplingParams(logprob_token_ids=[5])
 
