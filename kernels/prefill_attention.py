@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tutorial_engine.kernels.decode_attention import _load_tile
+from tutorial_engine.kernels.decode_attention import _load_tile, torch_decode_attention
 
 BLOCK_M = 64  # rows of a tile: queries x heads of a group
 
@@ -99,17 +99,9 @@ def prefill_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache:
 
 def torch_prefill_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
                             block_tables: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
-    """The same from the definition, query by query and head by head, in float32."""
-    out = torch.empty_like(query)
-    num_heads, head_dim = query.shape[1:]
-    num_kv_heads, block_size = key_cache.shape[1:3]
+    """The same, query by query: each is a request of its own that decodes with the context it may see."""
+    owner, seq_lens = (torch.empty(len(query), dtype=torch.int64) for _ in range(2))
     for request, row, position, count in tiles.T.tolist():
-        for i in range(count):
-            token = torch.arange(position + i + 1, device=query.device)
-            blocks, offsets = block_tables[request, token // block_size].long(), token % block_size
-            for head in range(num_heads):
-                kv_head = head * num_kv_heads // num_heads
-                key, value = (cache[blocks, kv_head, offsets].float() for cache in (key_cache, value_cache))
-                scores = key @ query[row + i, head].float() * head_dim**-0.5
-                out[row + i, head] = (scores.softmax(dim=0) @ value).to(query.dtype)
-    return out
+        owner[row:row + count] = request
+        seq_lens[row:row + count] = torch.arange(position + 1, position + 1 + count)
+    return torch_decode_attention(query, key_cache, value_cache, block_tables[owner], seq_lens)

@@ -175,6 +175,7 @@ class StatLogger:
         self._seen_counts = (0, 0, 0)
         self._recent: deque[tuple[int, int, int]] = deque()
         self._interval = float(os.environ.get("VLLM_LOG_STATS_INTERVAL", 10))
+        self._state = 0, 0, 0.0  # running, waiting, usage of the cache
         self._restart_interval()
 
     def record(self, scheduler: Scheduler, plan: SchedulerOutput | None, stats: IterationStats) -> None:
@@ -246,7 +247,6 @@ class StatLogger:
     def _restart_interval(self) -> None:
         self._interval_began = time.monotonic()
         self._interval_prompt = self._interval_generation = self._interval_preemptions = 0
-        self._state = getattr(self, "_state", (0, 0, 0.0))
 
     def get_metrics(self) -> list[Metric]:
         """All series as plain records."""

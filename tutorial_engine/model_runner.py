@@ -126,7 +126,8 @@ class ModelRunner:
         self._model_config = self.model.config
         self.kv_cache: KVCache | None = None
         self.graphs: DecodeGraphs | None = None
-        self.use_prefill_kernel = self._can_use_kernels() and torch.cuda.get_device_capability() >= (8, 0)
+        self.use_kernels = self._can_use_kernels()
+        self.use_prefill_kernel = self.use_kernels and torch.cuda.get_device_capability() >= (8, 0)
         self.block_tables = BlockTables(config.max_num_seqs, cdiv(self.max_model_len, config.block_size))
         self.restore_kv_cache()
 
@@ -269,7 +270,7 @@ class ModelRunner:
         """Once weights and cache are in their places, where kernels can be used."""
         if self.kv_cache is None or self.model is None or self.model.embed_tokens.device.type != self.device.type:
             return  # one of the two still sleeps
-        if self._can_use_kernels():
+        if self.use_kernels:
             self.graphs = DecodeGraphs(self.config, self.model, self.kv_cache, self.block_tables.table.shape[1])
 
     def _can_use_kernels(self) -> bool:
