@@ -69,7 +69,8 @@ class EagerGraphs(StepGraphs):
         return self._decode(size) if kind == "decode" else self._forward(size)
 
 
-@pytest.mark.parametrize("tensor_cores, ahead, temperature", [(False, False, 0.0), (True, False, 1.0), (True, True, 0.0)])
+@pytest.mark.parametrize("tensor_cores, ahead, temperature", [
+    (False, False, 0.0), (True, False, 1.0), (True, True, 0.0)])
 def test_the_engine_gives_the_same_tokens_with_kernels(tensor_cores: bool, ahead: bool, temperature: float,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunked prompts, decoding and preemption through the kernels, against the torch path."""

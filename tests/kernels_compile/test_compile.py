@@ -33,6 +33,7 @@ from triton.runtime.jit import JITFunction
 
 from tutorial_engine.kernels.decode_attention import decode_attention
 from tutorial_engine.kernels.gumbel_sample import gumbel_sample
+from tutorial_engine.kernels.matvec import matvec, norm_matvec, silu_matvec
 from tutorial_engine.kernels.prefill_attention import cut_tiles, prefill_attention
 from tutorial_engine.kernels.rms_norm import add_rms_norm
 from tutorial_engine.kernels.rope_kv_write import rope_kv_write
@@ -90,7 +91,7 @@ def launch(name: str, model: str, dtype: torch.dtype, use_dot: bool) -> None:
     heads, kv_heads, dim = DIMENSIONS[model]
     cache = torch.empty(8, kv_heads, 16, dim, dtype=dtype)
     tables, lens = torch.zeros(4, 8, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
-    long, x = torch.zeros(4, dtype=torch.int64), torch.empty(4, heads * dim, dtype=dtype)
+    long, x = torch.zeros(1, dtype=torch.int64), torch.empty(4, heads * dim, dtype=dtype)
     table = torch.empty(64, dim, dtype=dtype)
     norm = torch.empty(dim, dtype=dtype)
     calls: dict[str, Callable[[], Any]] = {
@@ -100,15 +101,17 @@ def launch(name: str, model: str, dtype: torch.dtype, use_dot: bool) -> None:
             cut_tiles(np.array([0, 4]), np.array([4]), heads // kv_heads))),
         "norm": lambda: (add_rms_norm(x, x, x[0], 1e-5), add_rms_norm(x, None, x[0], 1e-5)),
         "rope and write": lambda: [rope_kv_write(
-            torch.empty(4, (heads + 2 * kv_heads) * dim, dtype=dtype), long, long, table, table, cache, cache, heads,
-            norms, 1e-5) for norms in (None, (norm, norm))],
+            torch.empty(n, (heads + 2 * kv_heads) * dim, dtype=dtype), long.expand(n), long.expand(n), table, table,
+            cache, cache, heads, norms, 1e-5) for norms in (None, (norm, norm)) for n in (4, 256, 2048)],
+        "matvec": lambda: (matvec(x[:1], x.new_empty(960, x.shape[1])), silu_matvec(x.new_empty(1, 2048), x.new_empty(
+            4096, 1024), x.new_empty(4096)), norm_matvec(x[:1], x[:1], x[0], 1e-5, x.new_empty(2048, x.shape[1]))),
         "silu": lambda: silu_mul(torch.empty(4, 2 * 1536, dtype=dtype)),
-        "sample": lambda: gumbel_sample(torch.empty(4, 49152), torch.ones(4), long),
+        "sample": lambda: gumbel_sample(torch.empty(4, 49152), torch.ones(4), long.expand(4)),
     }
     calls[name]()
 
 
-CASES = ["decode", "decode split", "norm", "rope and write", "silu", "sample"]
+CASES = ["decode", "decode split", "norm", "rope and write", "matvec", "silu", "sample"]
 
 
 @pytest.fixture(autouse=True)
