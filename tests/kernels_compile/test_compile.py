@@ -37,6 +37,7 @@ from tutorial_engine.kernels.prefill_attention import cut_tiles, prefill_attenti
 from tutorial_engine.kernels.rms_norm import add_rms_norm
 from tutorial_engine.kernels.rope_kv_write import rope_kv_write
 from tutorial_engine.kernels.silu_mul import silu_mul
+from tutorial_engine.kernels.top_k_top_p_sample import top_k_top_p_sample
 
 T4 = 75
 T4_SHARED_MEMORY = 64 * 1024
@@ -104,11 +105,13 @@ def launch(name: str, model: str, dtype: torch.dtype, use_dot: bool) -> None:
             norms, 1e-5) for norms in (None, (norm, norm))],
         "silu": lambda: silu_mul(torch.empty(4, 2 * 1536, dtype=dtype)),
         "sample": lambda: gumbel_sample(torch.empty(4, 49152), torch.ones(4), long),
+        "top_k, top_p": lambda: top_k_top_p_sample(torch.empty(4, 151936, dtype=dtype), torch.ones(4), torch.ones(4),
+                                                   torch.ones(4, dtype=torch.int32), torch.ones(4), long),
     }
     calls[name]()
 
 
-CASES = ["decode", "decode split", "norm", "rope and write", "silu", "sample"]
+CASES = ["decode", "decode split", "norm", "rope and write", "silu", "sample", "top_k, top_p"]
 
 
 @pytest.fixture(autouse=True)
