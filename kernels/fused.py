@@ -7,3 +7,4 @@ from tutorial_engine.kernels.prefill_attention import prefill_attention as prefi
 from tutorial_engine.kernels.rms_norm import add_rms_norm as add_rms_norm
 from tutorial_engine.kernels.rope_kv_write import rope_kv_write as rope_kv_write
 from tutorial_engine.kernels.silu_mul import silu_mul as silu_mul
+from tutorial_engine.kernels.top_k_top_p_sample import top_k_top_p_sample as top_k_top_p_sample
