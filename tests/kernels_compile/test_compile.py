@@ -33,6 +33,8 @@ from triton.runtime.jit import JITFunction
 
 from tutorial_engine.kernels.decode_attention import decode_attention
 from tutorial_engine.kernels.gumbel_sample import gumbel_sample
+from tutorial_engine.kernels.int4_matvec import int4_matvec
+from tutorial_engine.kernels.int8_matvec import int8_matvec
 from tutorial_engine.kernels.prefill_attention import cut_tiles, prefill_attention
 from tutorial_engine.kernels.rms_norm import add_rms_norm
 from tutorial_engine.kernels.rope_kv_write import rope_kv_write
@@ -107,11 +109,15 @@ def launch(name: str, model: str, dtype: torch.dtype, use_dot: bool) -> None:
         "sample": lambda: gumbel_sample(torch.empty(4, 49152), torch.ones(4), long),
         "top_k, top_p": lambda: top_k_top_p_sample(torch.empty(4, 151936, dtype=dtype), torch.ones(4), torch.ones(4),
                                                    torch.ones(4, dtype=torch.int32), torch.ones(4), long),
+        "int8": lambda: [int8_matvec(torch.empty(n, 1024, dtype=dtype), torch.empty(256, 1024, dtype=torch.int8),
+                                     torch.empty(256), use_dot) for n in (1, 4)],
+        "int4": lambda: [int4_matvec(torch.empty(n, 1024, dtype=dtype), torch.empty(256, 512, dtype=torch.uint8),
+                                     *torch.empty(2, 256, 32, dtype=torch.float16), use_dot) for n in (1, 4)],
     }
     calls[name]()
 
 
-CASES = ["decode", "decode split", "norm", "rope and write", "silu", "sample", "top_k, top_p"]
+CASES = ["decode", "decode split", "norm", "rope and write", "silu", "sample", "top_k, top_p", "int8", "int4"]
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +147,7 @@ def test_compiles_for_newer_cards(name: str, arch: int) -> None:
     for kernel in compiled:
         assert kernel.metadata.target.arch == arch
         assert spilled_bytes(kernel, arch) == 0
-        if kernel.name in ("_decode", "_prefill"):
+        if kernel.name in ("_decode", "_prefill", "_dot"):
             assert "mma" in kernel.asm["ptx"], "tensor cores"
 
 
