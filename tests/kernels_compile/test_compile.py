@@ -89,6 +89,22 @@ def spilled_bytes(kernel: Any, arch: int) -> int:
     return int(re.search(r"(\d+) bytes spill stores", report)[1])
 
 
+def launch_on_bytes(name: str, model: str, dtype: torch.dtype, use_dot: bool, byte: torch.dtype) -> None:
+    """Kernels that write and read a cache of one byte per number."""
+    heads, kv_heads, dim = DIMENSIONS[model]
+    cache, scale = torch.empty(8, kv_heads, 16, dim, dtype=byte), torch.empty(8, kv_heads, 16)
+    query, tables = torch.empty(4, heads, dim, dtype=dtype), torch.zeros(4, 8, dtype=torch.int32)
+    if name == "decode":
+        decode_attention(query, cache, cache, tables, torch.ones(4).int(), 1, use_dot, scale, scale)
+    elif name == "prefill":
+        tiles = torch.from_numpy(cut_tiles(np.array([0, 4]), np.array([4]), heads // kv_heads))
+        prefill_attention(query, cache, cache, tables, tiles, scale, scale)
+    else:
+        table, long = torch.empty(64, dim, dtype=dtype), torch.zeros(4, dtype=torch.int64)
+        rope_kv_write(torch.empty(4, (heads + 2 * kv_heads) * dim, dtype=dtype), long, long, table, table, cache, cache,
+                      heads, None, 0.0, scale, scale)
+
+
 def launch(name: str, model: str, dtype: torch.dtype, use_dot: bool) -> None:
     heads, kv_heads, dim = DIMENSIONS[model]
     cache = torch.empty(8, kv_heads, 16, dim, dtype=dtype)
@@ -149,6 +165,20 @@ def test_compiles_for_newer_cards(name: str, arch: int) -> None:
         assert spilled_bytes(kernel, arch) == 0
         if kernel.name in ("_decode", "_prefill", "_dot"):
             assert "mma" in kernel.asm["ptx"], "tensor cores"
+
+
+@pytest.mark.parametrize("name, arch, byte", [
+    ("decode", T4, torch.int8), ("rope and write", T4, torch.int8),
+    *((name, arch, byte) for name in ("decode", "prefill", "rope and write")
+      for arch, byte in ((80, torch.int8), (90, torch.int8), (90, torch.float8_e4m3fn)))])
+def test_caches_of_one_byte(name: str, arch: int, byte: torch.dtype) -> None:
+    """float8 needs compute capability 8.9; a T4's prompts do not go through a kernel."""
+    with compile_only(arch) as compiled:
+        launch_on_bytes(name, "smollm2-135m", torch.float16 if arch == T4 else torch.bfloat16, arch != T4, byte)
+    assert compiled[0].metadata.target.arch == arch and compiled[0].metadata.shared <= T4_SHARED_MEMORY
+    assert spilled_bytes(compiled[0], arch) == 0
+    if arch != T4 and name != "rope and write":
+        assert "mma" in compiled[0].asm["ptx"], "tensor cores"
 
 
 @triton.jit
