@@ -212,8 +212,8 @@ def top_k_top_p_sample(logits: torch.Tensor, temperature: torch.Tensor, min_p: t
     Args:
         logits: [rows, vocab_size], contiguous, any float dtype.
         temperature: [rows] float32, 0 for greedy.
-        min_p: [rows] float32, 0 for off. top_k: [rows] int32, 0, less, or vocab_size and more for off. top_p: [rows]
-            float32 in (0, 1], 1 for off.
+        min_p: [rows] float32, 0 for off. top_k: [rows] int32 or int64, 0, less, or vocab_size and more for off.
+        top_p: [rows] float32 in (0, 1], 1 for off.
         noise_keys: [rows] int64, from `sampler.noise_key`.
 
     Returns:
@@ -224,10 +224,10 @@ def top_k_top_p_sample(logits: torch.Tensor, temperature: torch.Tensor, min_p: t
     """
     check_tensor("logits", logits, (torch.float32, torch.float16, torch.bfloat16), (-1, -1))
     rows, vocab_size = logits.shape
-    for name, tensor, dtype in (("temperature", temperature, torch.float32), ("min_p", min_p, torch.float32),
-                                ("top_k", top_k, torch.int32), ("top_p", top_p, torch.float32),
-                                ("noise_keys", noise_keys, torch.int64)):
-        check_tensor(name, tensor, (dtype,), (rows,), logits.device)
+    for name, tensor, dtypes in (("temperature", temperature, (torch.float32,)), ("min_p", min_p, (torch.float32,)),
+                                 ("top_k", top_k, (torch.int32, torch.int64)), ("top_p", top_p, (torch.float32,)),
+                                 ("noise_keys", noise_keys, (torch.int64,))):
+        check_tensor(name, tensor, dtypes, (rows,), logits.device)
     num_tiles, num_groups = triton.cdiv(vocab_size, TILE), triton.cdiv(vocab_size, GROUP)
     best, maxima = (torch.empty(rows, n, dtype=torch.float32, device=logits.device) for n in (num_tiles, num_groups))
     token, live = (torch.empty(rows, n, dtype=torch.int32, device=logits.device) for n in (num_tiles, num_groups))

@@ -62,7 +62,7 @@ def test_the_cut_is_where_sorting_cuts(number: int, kind: str) -> None:
     for wish in WISHES[number % 2::2]:  # half of them: the interpreter is slow
         rows += [(*wish, int(keys[draw])) for draw in telling_draws(clean / wish[0], noise, *wish[1:])]
     t, m, k, p, keys = (torch.tensor(column) for column in zip(*rows))
-    args = (logits.expand(len(rows), VOCAB).contiguous(), t, m, k.int(), p, keys)
+    args = (logits.expand(len(rows), VOCAB).contiguous(), t, m, k, p, keys)
     assert top_k_top_p_sample(*args).tolist() == torch_top_k_top_p_sample(*args).tolist()
     assert len(rows) >= (2 if kind in ("one hot", "far apart", "overflowed") else 4), "draws that a wrong cut changes"
 
@@ -93,7 +93,7 @@ def test_without_a_single_token() -> None:
     ({"logits": torch.zeros(2, 9, dtype=torch.int64)}, "logits must be a tensor of torch.float32 or"),
     ({"logits": torch.zeros(9)}, r"logits must have the shape \[any, any\], got \[9\]"),
     ({"logits": torch.zeros(9, 2).t()}, "logits must be contiguous"),
-    ({"top_k": torch.zeros(2)}, "top_k must be a tensor of torch.int32, got torch.float32"),
+    ({"top_k": torch.zeros(2)}, "top_k must be a tensor of torch.int32 or torch.int64, got torch.float32"),
     ({"top_p": torch.ones(3)}, r"top_p must have the shape \[2\], got \[3\]"),
     ({"min_p": 0.5}, "min_p must be a tensor of torch.float32, got float"),
     ({"noise_keys": torch.zeros(2, dtype=torch.int64, device="meta")}, "noise_keys must be on cpu"),
