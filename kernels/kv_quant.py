@@ -34,11 +34,11 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @triton.jit
 def to_bytes(low, high, dtype: tl.constexpr):
-    """The two halves of a head's vector in one byte a number, and the vector's scale."""
+    """Both halves of some tokens' vectors, [tokens, head_dim / 2], in one byte a number, and their scales [tokens]."""
     largest: tl.constexpr = 127.0 if dtype.is_int8() else 448.0
-    scale = tl.maximum(tl.max(tl.abs(low), axis=0), tl.max(tl.abs(high), axis=0)) / largest
+    scale = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1)) / largest
     scale = tl.where(scale > 0.0, scale, 1.0)
-    low, high = low / scale, high / scale
+    low, high = low / scale[:, None], high / scale[:, None]
     if dtype.is_int8():  # a cast alone would cut off
         low, high = tl.floor(low + 0.5), tl.floor(high + 0.5)
     return low.to(dtype), high.to(dtype), scale
@@ -46,13 +46,14 @@ def to_bytes(low, high, dtype: tl.constexpr):
 
 @triton.jit
 def load_scales(scale_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE: tl.constexpr):
-    """Scales of some context tokens, found through the block table; ones for a cache that has none."""
+    """Scales of some context tokens, found through the block table; ones for a cache that has none.
+    inside: None if all are."""
     if scale_ptr is None:
         return tl.full(token.shape, 1.0, tl.float32)
     else:
-        block = tl.load(table_ptr + token // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        block = tl.load(table_ptr + token // BLOCK_SIZE, mask=inside, other=None if inside is None else 0).to(tl.int64)
         row = (block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
-        return tl.load(scale_ptr + row, mask=inside, other=0.0)
+        return tl.load(scale_ptr + row, mask=inside, other=None if inside is None else 0.0)
 
 
 def check_kv(dtype: torch.dtype, key_cache: torch.Tensor, value_cache: torch.Tensor, key_scale: torch.Tensor | None,

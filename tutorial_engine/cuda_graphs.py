@@ -1,12 +1,15 @@
-"""Whole decode steps as CUDA graphs: one launch instead of several hundred.
+"""Steps as CUDA graphs: one launch instead of several hundred.
 
-    step of n requests, one token each      graph of the next larger size, recorded once
-    ids, positions, rows  --copy-->  fixed buffers  --replay-->  all layers, LM head, sampling  -->  ids, fixed too
-                                     n.. is padding: position 0 of the null block
+    a step of n requests or tokens          graph of the next larger size, recorded once
+    ids, positions, ...  --copy-->  fixed buffers  --replay-->  all layers, LM head, sampling  -->  ids, fixed too
+                                    n.. is padding: position 0 of the null block
 
-A GPU finishes a small model's kernel faster than Python can launch the next one (10 to 17 microseconds each), so an
+A GPU finishes a small model's kernel faster than Python can launch the next one (10 to 40 microseconds each), so an
 eager step is launch-bound. A graph replays the recorded launches without Python; the price is that shapes and addresses
-are frozen. So there is a graph for each of a few sizes, and everything that changes lives in buffers that do not move.
+are frozen. So there is a graph for each of some sizes, and everything that changes lives in buffers that do not move.
+
+Two kinds: where everyone decodes, the whole step is one graph, by number of requests. Where prompts take part, the
+layers are one, by number of tokens; what is sampled from their hidden states differs too much.
 
 Owns: the buffers, recording, replaying. Does not own: what a step computes (`models/decoder.py`), who runs.
 """
@@ -14,88 +17,141 @@ Owns: the buffers, recording, replaying. Does not own: what a step computes (`mo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tutorial_engine.config import EngineConfig
-from tutorial_engine.input_batch import InputBatch
+from tutorial_engine.input_batch import LAST_TOKEN, InputBatch
 from tutorial_engine.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from tutorial_engine.models.decoder import Decoder
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then multiples of 8, ending exactly at `max_num_seqs`."""
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of requests: 1, 2, 4, then multiples of 8, ending exactly at `max_num_seqs`."""
     sizes = [n for n in (1, 2, 4) if n < max_num_seqs]
     return [*sizes, *range(8, max_num_seqs, 8), max_num_seqs]
 
 
-# In place of an input id: the newest token of that row, which only the device may know yet.
-LAST_TOKEN = -1
+def forward_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Numbers of tokens: multiples of 16, then eight to an octave, so that at most an eighth is padding; ending exactly
+    at `max_num_batched_tokens`."""
+    sizes, size = [], 16
+    while size < max_num_batched_tokens:
+        sizes.append(size)
+        size += max(16, 1 << (size.bit_length() - 4))
+    return [*sizes, max_num_batched_tokens]
 
 
-class DecodeGraphs:
+class FixedBuffer:
+    """A buffer that graphs read, and the way into it: through pinned memory, so that the copy waits for the GPU and not
+    the host; through two in turn, because the GPU may still read what belongs to the step before."""
+
+    def __init__(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.device = torch.zeros(num_elements, dtype=dtype, device=device)
+        self._host = deque(torch.zeros(num_elements, dtype=dtype, pin_memory=device.type == "cuda") for _ in range(2))
+
+    def fill(self, columns: np.ndarray | Sequence[np.ndarray], size: int, padding: Sequence[int]) -> None:
+        """Write [k, n] numbers as the [k, size] that `view` shows. padding: for columns n.., a number per row."""
+        self._host.rotate()
+        k, n = len(padding), len(columns[0])
+        table = self._host[0][:k * size].view(k, size).numpy()
+        table[:, :n] = columns
+        table[:, n:] = np.array(padding)[:, None]
+        self.device[:k * size].copy_(self._host[0][:k * size], non_blocking=True)
+
+    def view(self, k: int, size: int) -> torch.Tensor:
+        """[k, size] on the device."""
+        return self.device[:k * size].view(k, size)
+
+
+class StepGraphs:
     """Records and replays.
 
     Args:
         model, kv_cache, input_batch: whose addresses the graphs remember: none may be replaced.
+        tensor_cores: there are some (compute capability 8.0): attention uses them, and has a kernel for prompts.
     """
 
-    def __init__(self, config: EngineConfig, model: Decoder, kv_cache: KVCache, input_batch: InputBatch) -> None:
+    def __init__(self, config: EngineConfig, model: Decoder, kv_cache: KVCache, input_batch: InputBatch,
+                 tensor_cores: bool) -> None:
         self.model, self.kv_cache, self.input_batch = model, kv_cache, input_batch
-        self.block_size = config.block_size
-        self.use_dot = torch.cuda.get_device_capability(model.device) >= (8, 0)
-        self.sizes = graph_sizes(config.max_num_seqs)
-        rows = self.sizes[-1]
-        self.numbers = torch.zeros(4 * rows, dtype=torch.int64, device=model.device)
-        self.temperatures = torch.zeros(rows, device=model.device)
-        # Pinned, so that a copy to the device does not wait for the host; and two of each, because the device may read
-        # those of one step while the host writes those of the next.
-        self._host = deque((torch.zeros(4 * rows, dtype=torch.int64, pin_memory=True),
-                            torch.zeros(rows, pin_memory=True)) for _ in range(2))
+        self.block_size, self.max_num_seqs = config.block_size, config.max_num_seqs
+        self.group = model.config.num_attention_heads // model.config.num_key_value_heads
+        self.tensor_cores = tensor_cores
+        self.decode_sizes = decode_sizes(config.max_num_seqs)
+        self.forward_sizes = forward_sizes(config.max_num_batched_tokens) if tensor_cores else []
+        most = max(self.decode_sizes[-1], *self.forward_sizes, 0)
+        # ids, positions, noise keys and rows of a decoding step; ids, positions, slots and rows of another.
+        self.numbers = FixedBuffer(4 * most, torch.int64, model.device)
+        self.temperatures = FixedBuffer(self.decode_sizes[-1], torch.float32, model.device)
+        self.tiles = FixedBuffer(4 * self._num_tiles(most), torch.int32, model.device)
         # One for all sizes: vocabularies are large.
-        self.logits = torch.empty(rows, model.config.vocab_size, dtype=model.dtype, device=model.device)
-        self.sampled: dict[int, torch.Tensor] = {}
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.logits = torch.empty(self.decode_sizes[-1], model.config.vocab_size, dtype=model.dtype,
+                                  device=model.device)
+        self._graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._record()
+
+    def _num_tiles(self, num_tokens: int) -> int:
+        from tutorial_engine.kernels import fused
+
+        return fused.max_tiles(num_tokens, self.max_num_seqs, self.group)
 
     @torch.inference_mode()
     def _record(self) -> None:
         pool, stream = None, torch.cuda.Stream()  # one stream: cuBLAS keeps 32 MiB of workspace for each
-        for size in reversed(self.sizes):  # the largest first: the smaller ones fit into its memory
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._step(size)  # compiles the kernels, which a recording must not do
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = self._graphs[size] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self.sampled[size] = self._step(size)
-            pool = pool or graph.pool()
+        kinds = [("forward", self._forward, self.forward_sizes), ("decode", self._decode, self.decode_sizes)]
+        for kind, step, sizes in kinds:
+            for size in reversed(sizes):  # the largest first: the smaller ones fit into its memory
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    step(size)  # compiles the kernels, which a recording must not do
+                torch.cuda.current_stream().wait_stream(stream)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                    self._graphs[kind, size] = graph, step(size)
+                pool = pool or graph.pool()
 
-    def _step(self, size: int) -> torch.Tensor:
-        """What is recorded: fills `logits[:size]` and returns the token ids, [size]."""
+    def _decode(self, size: int) -> torch.Tensor:
+        """What is recorded for `size` requests: fills `logits[:size]` and returns the token ids, [size]."""
         from tutorial_engine.kernels import fused
 
-        ids, positions, keys, rows = self.numbers[:4 * size].view(4, size).unbind(0)
-        last_token_ids, block_size = self.input_batch.last_token_ids, self.block_size
-        ids = torch.where(ids == LAST_TOKEN, last_token_ids[rows], ids)
-        tables = self.input_batch.device_block_table[rows]
+        ids, positions, keys, rows = self.numbers.view(4, size)
+        tables, block_size = self.input_batch.device_block_table[rows], self.block_size
         slots = tables.gather(1, positions[:, None] // block_size)[:, 0].long() * block_size + positions % block_size
-        attend = partial(self._attend, fused.decode_attention, tables, (positions + 1).int(), self._num_splits(size))
-        hidden = self.model.forward_fused(ids, positions, slots, self.kv_cache, attend)
+        seq_lens, splits = (positions + 1).int(), self._num_splits(size)
+
+        def attend(query: torch.Tensor, layer: int) -> torch.Tensor:
+            return fused.decode_attention(query, self.kv_cache.key[layer], self.kv_cache.value[layer], tables,
+                                          seq_lens, splits, self.tensor_cores)
+
+        hidden = self._run_layers(ids, rows, positions, slots, attend)
         logits = torch.mm(hidden, self.model.lm_head.weight.t(), out=self.logits[:size])
-        sampled = fused.gumbel_sample(logits, self.temperatures[:size], keys)
-        last_token_ids[rows] = sampled
+        sampled = fused.gumbel_sample(logits, self.temperatures.view(1, size)[0], keys)
+        self.input_batch.last_token_ids[rows] = sampled
         return sampled
 
-    def _attend(self, kernel: Callable[..., torch.Tensor], tables: torch.Tensor, lens: torch.Tensor, splits: int,
-                query: torch.Tensor, layer: int) -> torch.Tensor:
-        return kernel(query, self.kv_cache.key[layer], self.kv_cache.value[layer], tables, lens, splits, self.use_dot)
+    def _forward(self, size: int) -> torch.Tensor:
+        """What is recorded for `size` tokens: returns the hidden states, [size, hidden_size]."""
+        from tutorial_engine.kernels import fused
+
+        ids, positions, slots, rows = self.numbers.view(4, size)
+        tiles = self.tiles.view(4, self._num_tiles(size))
+
+        def attend(query: torch.Tensor, layer: int) -> torch.Tensor:
+            return fused.prefill_attention(query, self.kv_cache.key[layer], self.kv_cache.value[layer],
+                                           self.input_batch.device_block_table, tiles)
+
+        return self._run_layers(ids, rows, positions, slots, attend)
+
+    def _run_layers(self, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+                    attend: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+        ids = torch.where(ids == LAST_TOKEN, self.input_batch.last_token_ids[rows], ids)
+        return self.model.forward_fused(ids, positions, slots, self.kv_cache, attend)
 
     def _num_splits(self, size: int) -> int:
         """Enough programs to fill the GPU twice, but no more than 32 parts."""
@@ -105,26 +161,45 @@ class DecodeGraphs:
             splits *= 2
         return splits
 
-    def replay(self, input_ids: np.ndarray, positions: np.ndarray, keys: np.ndarray, rows: np.ndarray,
+    def _replay(self, kind: str, size: int) -> torch.Tensor:
+        graph, out = self._graphs[kind, size]
+        graph.replay()
+        return out
+
+    def decode(self, input_ids: Sequence[int], positions: np.ndarray, keys: np.ndarray, rows: np.ndarray,
                temperatures: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step for n requests.
+        """A step of n requests, one token each.
 
         Args:
-            input_ids, positions, keys, rows: [n] int64, an id may be LAST_TOKEN; rows of the input batch.
+            input_ids, positions, keys, rows: [n], an id may be LAST_TOKEN; rows of the input batch.
             temperatures: [n] float32.
 
         Returns:
             (logits [n, vocab_size], sampled ids [n] int64), both overwritten by the next step.
         """
-        n = len(input_ids)
-        size = next(s for s in self.sizes if s >= n)
-        self._host.rotate()
-        numbers, host_temperatures = self._host[0]
-        table = numbers[:4 * size].view(4, size).numpy()
-        table[:, :n] = input_ids, positions, keys, rows
-        table[:3, n:], table[3, n:] = 0, self.input_batch.padding_row
-        host_temperatures[:n] = torch.from_numpy(temperatures)
-        self.numbers[:4 * size].copy_(numbers[:4 * size], non_blocking=True)
-        self.temperatures[:size].copy_(host_temperatures[:size], non_blocking=True)
-        self._graphs[size].replay()
-        return self.logits[:n], self.sampled[size][:n]
+        n = len(rows)
+        size = next(s for s in self.decode_sizes if s >= n)
+        self.numbers.fill([np.asarray(input_ids), positions, keys, rows], size, (0, 0, 0, self.input_batch.padding_row))
+        self.temperatures.fill([temperatures], size, (0,))
+        return self.logits[:n], self._replay("decode", size)[:n]
+
+    def forward(self, numbers: np.ndarray, batch_rows: np.ndarray, query_start_loc: np.ndarray, seq_lens: np.ndarray
+                ) -> torch.Tensor:
+        """The layers, for n tokens of R requests.
+
+        Args:
+            numbers: [4, n] input ids, which may be LAST_TOKEN, positions, slots, and each token's row of the input
+                batch. batch_rows: [R], the same by request. query_start_loc, seq_lens: see `RaggedBatch`.
+
+        Returns:
+            Hidden states after the last norm, [n, hidden_size], overwritten by the next step.
+        """
+        from tutorial_engine.kernels import fused
+
+        n = numbers.shape[1]
+        size = next(s for s in self.forward_sizes if s >= n)
+        self.numbers.fill(numbers, size, (0, 0, 0, self.input_batch.padding_row))
+        tiles = fused.cut_tiles(query_start_loc, seq_lens, self.group)
+        tiles[0] = batch_rows[tiles[0]]
+        self.tiles.fill(tiles, self._num_tiles(size), (0, 0, 0, 0))
+        return self._replay("forward", size)[:n]

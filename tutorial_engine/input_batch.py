@@ -23,6 +23,9 @@ import torch
 from tutorial_engine.sampler import MASK64, plain_from
 from tutorial_engine.scheduler import ScheduledRequest, SchedulerOutput
 
+# In place of an input id: the newest token of that row, which only the device may know yet.
+LAST_TOKEN = -1
+
 
 class InputBatch:
     """Rows of the running requests.
@@ -99,21 +102,15 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def known_tokens(steps: Sequence[ScheduledRequest]) -> tuple[list[int], list[int], list[int]]:
-    """Flat input ids of a step, as far as the host knows them.
-
-    Returns:
-        (ids, with 0 where the token was sampled by a step that is still in flight; the places of these in `ids`; the
-        places of their requests in `steps`).
-    """
+def input_token_ids(steps: Sequence[ScheduledRequest]) -> list[int]:
+    """Flat input ids of a step; LAST_TOKEN where a step that is still in flight has sampled the token."""
     ids: list[int] = []
-    holes: list[int] = []
-    owners: list[int] = []
-    for i, s in enumerate(steps):
-        end = s.start + s.num_tokens
-        ids += s.request.all_token_ids[s.start:end]
-        if end > s.request.num_tokens:
-            holes.append(len(ids))
-            owners.append(i)
-            ids.append(0)
-    return ids, holes, owners
+    for s in steps:
+        known, end = s.request.all_token_ids, s.start + s.num_tokens
+        if s.num_tokens == 1:
+            ids.append(known[s.start] if end <= len(known) else LAST_TOKEN)
+        else:
+            ids += known[s.start:end]
+            if end > len(known):
+                ids.append(LAST_TOKEN)
+    return ids

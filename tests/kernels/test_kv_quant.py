@@ -35,11 +35,12 @@ def test_rounding_is_bounded(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", BYTES)
-@pytest.mark.parametrize("model_dtype", [torch.float32, torch.float16])
-def test_writing(dtype: torch.dtype, model_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("model_dtype, heads, kv_heads, num_tokens", [
+    (torch.float32, 4, 2, 5), (torch.float16, 4, 2, 5), (torch.float32, 1, 1, 130)])
+def test_writing(dtype: torch.dtype, model_dtype: torch.dtype, heads: int, kv_heads: int, num_tokens: int) -> None:
     """Queries as ever; K and V within half a step of what a plain cache would hold; nothing else is touched."""
     torch.manual_seed(0)
-    heads, kv_heads, dim, block_size, num_blocks, num_tokens = 4, 2, 16, 4, 3, 5
+    dim, block_size, num_blocks = 16, 4, num_tokens // 4 + 2
     qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim).to(model_dtype)
     qkv[2] = 0.0
     angles = torch.rand(40, dim // 2) * 6
