@@ -6,7 +6,6 @@ A product comes with what stands before it, because for a single row the two are
 import torch
 
 from tutorial_engine.kernels.decode_attention import decode_attention as decode_attention
-from tutorial_engine.kernels.gumbel_sample import gumbel_sample as gumbel_sample
 from tutorial_engine.kernels.matvec import matvec, norm_matvec, silu_matvec
 from tutorial_engine.kernels.prefill_attention import cut_tiles as cut_tiles
 from tutorial_engine.kernels.prefill_attention import max_tiles as max_tiles
@@ -14,6 +13,7 @@ from tutorial_engine.kernels.prefill_attention import prefill_attention as prefi
 from tutorial_engine.kernels.rms_norm import add_rms_norm as add_rms_norm
 from tutorial_engine.kernels.rope_kv_write import rope_kv_write as rope_kv_write
 from tutorial_engine.kernels.silu_mul import silu_mul
+from tutorial_engine.kernels.top_k_top_p_sample import top_k_top_p_sample as top_k_top_p_sample
 from tutorial_engine.models.linear import Linear
 
 

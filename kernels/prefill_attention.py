@@ -21,26 +21,28 @@ import triton
 import triton.language as tl
 
 from tutorial_engine.kernels.decode_attention import LOG2_E, _load_tile, torch_decode_attention
+from tutorial_engine.kernels.kv_quant import check_kv, load_scales
 
 BLOCK_M = 64  # rows of a tile: queries x heads of a group
 
 
 @triton.jit
-def _attend(q, k, v, m, l, acc, scale, visible):  # noqa: E741 - the literature's name
+def _attend(q, k, v, k_scale, v_scale, m, l, acc, scale, visible):  # noqa: E741 - the literature's name
     """One step of the running softmax over the context; `visible` [rows, tokens], or None if all of it is."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * (k_scale * scale)[None, :]
     if visible is not None:
         s = tl.where(visible, s, -1e30)
     m_new = tl.maximum(m, tl.max(s, axis=1))
     shrink, p = tl.exp2(m - m_new), tl.exp2(s - m_new[:, None])
-    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    p_v = (p * v_scale[None, :]).to(q.dtype)
+    acc = acc * shrink[:, None] + tl.dot(p_v, v.to(q.dtype), input_precision="ieee")
     return m_new, l * shrink + tl.sum(p, axis=1), acc
 
 
 @triton.jit
-def _prefill(query_ptr, key_ptr, value_ptr, tables_ptr, tiles_ptr, out_ptr, scale, table_stride, num_tiles,
-             num_kv_heads, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-             HEAD_DIM: tl.constexpr, TILE: tl.constexpr):
+def _prefill(query_ptr, key_ptr, value_ptr, tables_ptr, tiles_ptr, out_ptr, key_scale_ptr, value_scale_ptr, scale,
+             table_stride, num_tiles, num_kv_heads, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr):
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     request = tl.load(tiles_ptr + tile).to(tl.int64)
     first_row = tl.load(tiles_ptr + num_tiles + tile).to(tl.int64)
@@ -64,12 +66,18 @@ def _prefill(query_ptr, key_ptr, value_ptr, tables_ptr, tiles_ptr, out_ptr, scal
         token = begin + tl.arange(0, TILE)
         k = _load_tile(key_ptr, table_ptr, token, None, kv_head, num_kv_heads, BLOCK_SIZE, HEAD_DIM)
         v = _load_tile(value_ptr, table_ptr, token, None, kv_head, num_kv_heads, BLOCK_SIZE, HEAD_DIM)
-        m, l, acc = _attend(q, k, v, m, l, acc, scale, None)  # noqa: E741
+        k_scale = load_scales(key_scale_ptr, table_ptr, token, None, kv_head, num_kv_heads, BLOCK_SIZE)
+        v_scale = load_scales(value_scale_ptr, table_ptr, token, None, kv_head, num_kv_heads, BLOCK_SIZE)
+        m, l, acc = _attend(q, k, v, k_scale, v_scale, m, l, acc, scale, None)  # noqa: E741
     for begin in range(diagonal, end, TILE):
         token = begin + tl.arange(0, TILE)
-        k = _load_tile(key_ptr, table_ptr, token, token < end, kv_head, num_kv_heads, BLOCK_SIZE, HEAD_DIM)
-        v = _load_tile(value_ptr, table_ptr, token, token < end, kv_head, num_kv_heads, BLOCK_SIZE, HEAD_DIM)
-        m, l, acc = _attend(q, k, v, m, l, acc, scale, token[None, :] <= position[:, None])  # noqa: E741
+        inside = token < end
+        k = _load_tile(key_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE, HEAD_DIM)
+        v = _load_tile(value_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE, HEAD_DIM)
+        k_scale = load_scales(key_scale_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE)
+        v_scale = load_scales(value_scale_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE)
+        visible = token[None, :] <= position[:, None]
+        m, l, acc = _attend(q, k, v, k_scale, v_scale, m, l, acc, scale, visible)  # noqa: E741
     tl.store(out_ptr + row[:, None] * HEAD_DIM + d[None, :], acc / l[:, None], mask=real[:, None])
 
 
@@ -99,24 +107,32 @@ def max_tiles(num_tokens: int, num_requests: int, group: int) -> int:
 
 
 def prefill_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-                      block_tables: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+                      block_tables: torch.Tensor, tiles: torch.Tensor, key_scale: torch.Tensor | None = None,
+                      value_scale: torch.Tensor | None = None) -> torch.Tensor:
     """Causal attention of a step's queries over their cached contexts.
 
     Args:
         query: [num_tokens, num_heads, head_dim], contiguous; K and V of these tokens are in the cache.
         key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim].
         block_tables: [rows, max_blocks] int32, which the tiles refer to. tiles: from `cut_tiles`, on the device.
+        key_scale, value_scale: [num_blocks, num_kv_heads, block_size] float32 of a cache in int8 or float8, see
+            `kv_quant`; None for a cache in query's dtype.
 
     Returns:
         [num_tokens, num_heads, head_dim].
+
+    Raises:
+        TypeError, ValueError: cache and scales do not go together.
     """
+    check_kv(query.dtype, key_cache, value_cache, key_scale, value_scale)
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, _ = key_cache.shape
     out, num_tiles = torch.empty_like(query), tiles.shape[1]
     _prefill[(num_tiles, num_kv_heads)](
-        query, key_cache, value_cache, block_tables, tiles, out, head_dim**-0.5 * LOG2_E, block_tables.stride(0),
-        num_tiles, num_kv_heads, GROUP=num_heads // num_kv_heads, BLOCK_M=BLOCK_M, BLOCK_SIZE=block_size,
-        HEAD_DIM=head_dim, TILE=64 if query.dtype != torch.float32 else 32, num_warps=4, num_stages=2)
+        query, key_cache, value_cache, block_tables, tiles, out, key_scale, value_scale, head_dim**-0.5 * LOG2_E,
+        block_tables.stride(0), num_tiles, num_kv_heads, GROUP=num_heads // num_kv_heads, BLOCK_M=BLOCK_M,
+        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, TILE=64 if query.dtype != torch.float32 else 32, num_warps=4,
+        num_stages=2)
     return out
 
 

@@ -26,6 +26,7 @@ import torch
 from tutorial_engine.config import EngineConfig
 from tutorial_engine.input_batch import LAST_TOKEN, InputBatch
 from tutorial_engine.kv_cache import KVCache
+from tutorial_engine.sampler import noise_keys
 
 if TYPE_CHECKING:
     from tutorial_engine.models.decoder import Decoder
@@ -86,9 +87,9 @@ class StepGraphs:
         self.decode_sizes = decode_sizes(config.max_num_seqs)
         self.forward_sizes = forward_sizes(config.max_num_batched_tokens) if tensor_cores else []
         most = max(self.decode_sizes[-1], *self.forward_sizes, 0)
-        # ids, positions, noise keys and rows of a decoding step; ids, positions, slots and rows of another.
-        self.numbers = FixedBuffer(4 * most, torch.int64, model.device)
-        self.temperatures = FixedBuffer(self.decode_sizes[-1], torch.float32, model.device)
+        # ids, rows, positions, noise keys and top_k of a decoding step; ids, rows, positions and slots of another.
+        self.numbers = FixedBuffer(5 * most, torch.int64, model.device)
+        self.knobs = FixedBuffer(3 * self.decode_sizes[-1], torch.float32, model.device)
         self.tiles = FixedBuffer(4 * self._num_tiles(most), torch.int32, model.device)
         # One for all sizes: vocabularies are large.
         self.logits = torch.empty(self.decode_sizes[-1], model.config.vocab_size, dtype=model.dtype,
@@ -120,7 +121,8 @@ class StepGraphs:
         """What is recorded for `size` requests: fills `logits[:size]` and returns the token ids, [size]."""
         from tutorial_engine.kernels import fused
 
-        ids, positions, keys, rows = self.numbers.view(4, size)
+        ids, rows, positions, keys, top_k = self.numbers.view(5, size)
+        temperature, min_p, top_p = self.knobs.view(3, size)
         tables, block_size = self.input_batch.device_block_table[rows], self.block_size
         slots = tables.gather(1, positions[:, None] // block_size)[:, 0].long() * block_size + positions % block_size
         seq_lens, splits = (positions + 1).int(), self._num_splits(size)
@@ -131,7 +133,7 @@ class StepGraphs:
 
         hidden = self._run_layers(ids, rows, positions, slots, attend)
         logits = torch.mm(hidden, self.model.lm_head.weight.t(), out=self.logits[:size])
-        sampled = fused.gumbel_sample(logits, self.temperatures.view(1, size)[0], keys)
+        sampled = fused.top_k_top_p_sample(logits, temperature, min_p, top_k, top_p, keys)
         self.input_batch.last_token_ids[rows] = sampled
         return sampled
 
@@ -139,7 +141,7 @@ class StepGraphs:
         """What is recorded for `size` tokens: returns the hidden states, [size, hidden_size]."""
         from tutorial_engine.kernels import fused
 
-        ids, positions, slots, rows = self.numbers.view(4, size)
+        ids, rows, positions, slots = self.numbers.view(4, size)
         tiles = self.tiles.view(4, self._num_tiles(size))
 
         def attend(query: torch.Tensor, layer: int) -> torch.Tensor:
@@ -168,21 +170,22 @@ class StepGraphs:
         graph.replay()
         return out
 
-    def decode(self, input_ids: Sequence[int], positions: np.ndarray, keys: np.ndarray, rows: np.ndarray,
-               temperatures: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, input_ids: Sequence[int], rows: np.ndarray, positions: np.ndarray
+               ) -> tuple[torch.Tensor, torch.Tensor]:
         """A step of n requests, one token each.
 
         Args:
-            input_ids, positions, keys, rows: [n], an id may be LAST_TOKEN; rows of the input batch.
-            temperatures: [n] float32.
+            input_ids: [n], may be LAST_TOKEN. rows: [n], of the input batch. positions: [n], of the input tokens.
 
         Returns:
             (logits [n, vocab_size], sampled ids [n] int64), both overwritten by the next step.
         """
-        n = len(rows)
+        n, batch = len(rows), self.input_batch
         size = next(s for s in self.decode_sizes if s >= n)
-        self.numbers.fill([np.asarray(input_ids), positions, keys, rows], size, (0, 0, 0, self.input_batch.padding_row))
-        self.temperatures.fill([temperatures], size, (0,))
+        keys = noise_keys(batch.seed[rows], positions + 1)
+        self.numbers.fill([np.asarray(input_ids), rows, positions, keys, batch.top_k[rows]], size,
+                          (0, batch.padding_row, 0, 0, 0))
+        self.knobs.fill(batch.knobs[:, rows], size, (0, 0, 1))
         return self.logits[:n], self._replay("decode", size)[:n]
 
     def forward(self, numbers: np.ndarray, batch_rows: np.ndarray, query_start_loc: np.ndarray, seq_lens: np.ndarray
@@ -190,8 +193,8 @@ class StepGraphs:
         """The layers, for n tokens of R requests.
 
         Args:
-            numbers: [4, n] input ids, which may be LAST_TOKEN, positions, slots, and each token's row of the input
-                batch. batch_rows: [R], the same by request. query_start_loc, seq_lens: see `RaggedBatch`.
+            numbers: [4, n]: input ids, which may be LAST_TOKEN, each token's row of the input batch, positions, slots.
+            batch_rows: [R], rows of the input batch. query_start_loc, seq_lens: see `RaggedBatch`.
 
         Returns:
             Hidden states after the last norm, [n, hidden_size], overwritten by the next step.
@@ -200,7 +203,7 @@ class StepGraphs:
 
         n = numbers.shape[1]
         size = next(s for s in self.forward_sizes if s >= n)
-        self.numbers.fill(numbers, size, (0, 0, 0, self.input_batch.padding_row))
+        self.numbers.fill(numbers, size, (0, self.input_batch.padding_row, 0, 0))
         tiles = fused.cut_tiles(query_start_loc, seq_lens, self.group)
         tiles[0] = batch_rows[tiles[0]]
         self.tiles.fill(tiles, self._num_tiles(size), (0, 0, 0, 0))

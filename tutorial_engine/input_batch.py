@@ -1,9 +1,9 @@
 """The input batch: one row for each running request, with what the device needs to know about it from step to step.
 
-                 block_table            temperature  seed   last_token_ids (on the device only)
-    row 0   "c"  [ 7 | 3 | 9 | 0 | ]       0.6       1234      17
+                 block_table            knobs, top_k, seed     last_token_ids (on the device only)
+    row 0   "c"  [ 7 | 3 | 9 | 0 | ]    0.6 ...                   17
     row 1   (free)
-    row 2   "a"  [ 2 | 5 | 0 | 0 | ]       0.0         42       8
+    row 2   "a"  [ 2 | 5 | 0 | 0 | ]    0.0 ...                    8
 
 A request keeps its row while it runs, so a step sends only what changed: a new block here and there, not all tables.
 
@@ -36,8 +36,8 @@ class InputBatch:
 
     Attributes:
         block_table: [max_num_seqs, max_blocks] int64, on the host; rows of absent requests are stale.
-        temperature: [max_num_seqs] float32. seed: [max_num_seqs] uint64. plain_from: [max_num_seqs] int64, see
-            `sampler.plain_from`.
+        knobs: [3, max_num_seqs] float32: temperature, min_p, top_p. top_k: [max_num_seqs] int64.
+        seed: [max_num_seqs] uint64. plain_from: [max_num_seqs] int64, see `sampler.plain_from`.
         padding_row: a row that no request ever has: its block table is the null block, and whoever writes to it does
             no harm.
         last_token_ids: [max_num_seqs + 1] int64 on the device, the newest token of each row.
@@ -46,7 +46,8 @@ class InputBatch:
 
     def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device, use_kernels: bool = False) -> None:
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
-        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self.knobs = np.zeros((3, max_num_seqs), dtype=np.float32)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self.plain_from = np.zeros(max_num_seqs, dtype=np.int64)
         self.padding_row = max_num_seqs
@@ -85,7 +86,8 @@ class InputBatch:
         self._num_blocks[row] = 0
         # What lies behind a table's end is read as padding: it must be the null block, not a stranger's.
         self.block_table[row] = 0
-        self.temperature[row] = s.request.sampling_params.temperature
+        p = s.request.sampling_params
+        self.knobs[:, row], self.top_k[row] = (p.temperature, p.min_p, p.top_p), p.top_k
         self.seed[row] = s.request.seed & MASK64
         self.plain_from[row] = plain_from(s.request)
 

@@ -157,7 +157,7 @@ class ModelRunner:
         batch = self._make_batch(out)
         result = ModelRunnerOutput()
         if self.graphs is not None and batch.is_decode:
-            logits, sampled = self._decode(self.graphs, batch)
+            logits, sampled = self.graphs.decode(input_token_ids(batch.steps), batch.rows, batch.start)
         else:
             hidden = self._forward(batch)
             self._compute_prompt_logprobs(result, batch, hidden)
@@ -188,12 +188,6 @@ class ModelRunner:
         return RaggedBatch(steps, rows, np.array(start, dtype=np.int64), np.array(num_tokens, dtype=np.int64),
                            np.array(samples, dtype=bool))
 
-    def _decode(self, graphs: StepGraphs, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """A step in which everyone decodes: (logits, sampled ids)."""
-        keys = noise_keys(self.input_batch.seed[batch.rows], batch.seq_lens)
-        return graphs.decode(input_token_ids(batch.steps), batch.start, keys, batch.rows,
-                             self.input_batch.temperature[batch.rows])
-
     def _forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Hidden states of a step, [num_tokens, hidden_size]."""
         query_start_loc, block_size = batch.query_start_loc, self.config.block_size
@@ -202,10 +196,10 @@ class ModelRunner:
         positions = np.arange(query_start_loc[-1]) + (batch.start - query_start_loc[:-1])[request]
         rows = batch.rows[request]
         slots = self.input_batch.block_table[rows, positions // block_size] * block_size + positions % block_size
-        numbers = np.array([input_token_ids(batch.steps), positions, slots, rows])
+        numbers = np.array([input_token_ids(batch.steps), rows, positions, slots])
         if self.graphs is not None and self.use_prefill_kernel:
             return self.graphs.forward(numbers, batch.rows, query_start_loc, batch.seq_lens)
-        ids, positions, slots, rows = to_device(numbers, self.device)
+        ids, rows, positions, slots = to_device(numbers, self.device)
         ids = torch.where(ids == LAST_TOKEN, self.input_batch.last_token_ids[rows], ids)
         metadata = AttentionMetadata.build(query_start_loc, batch.seq_lens, self.input_batch.block_table[batch.rows],
                                            slots, self.kv_cache)
@@ -228,9 +222,10 @@ class ModelRunner:
         if plain and self.use_kernels:
             from tutorial_engine.kernels import fused
 
-            sampled = fused.gumbel_sample(
-                logits, to_device(self.input_batch.temperature[rows], self.device),
-                to_device(noise_keys(self.input_batch.seed[rows], num_tokens), self.device))
+            temperature, min_p, top_p = to_device(self.input_batch.knobs[:, rows], self.device)
+            top_k, keys = to_device(np.stack([self.input_batch.top_k[rows], noise_keys(
+                self.input_batch.seed[rows], num_tokens)]), self.device)
+            sampled = fused.top_k_top_p_sample(logits, temperature, min_p, top_k, top_p, keys)
         else:
             requests = [batch.steps[i].request for i in sampling]
             token_ids, logprobs = self.sampler(logits.float(), SamplingMetadata(

@@ -86,7 +86,8 @@ def test_the_engine_gives_the_same_tokens_with_kernels(tensor_cores: bool, ahead
             runner.graphs = EagerGraphs(config, runner.model, runner.kv_cache, runner.input_batch, tensor_cores)
         engine = LLMEngine(config, runner, FakeTokenizer(), 50, {})
         for i, length in enumerate((9, 2, 5)):
-            engine.add_request(str(i), list(range(i, i + length)), make_params(8, temperature=temperature, seed=i))
+            engine.add_request(str(i), list(range(i, i + length)), make_params(
+                8, temperature=temperature, seed=i, top_k=10 * i, top_p=1 - i / 5))
         finished, preemptions = {}, 0
         while engine.has_unfinished_requests():
             finished |= {o.request_id: o.outputs[0].token_ids for o in engine.step()}
