@@ -70,22 +70,48 @@ class FixedBuffer:
         return self.device[:k * size].view(k, size)
 
 
+def graph_bytes(config: EngineConfig, model: Decoder, input_batch: InputBatch, tensor_cores: bool) -> int:
+    """Device memory that all graphs will take: measured on the largest ones, which the others share their memory with,
+    and on the next, for what each one more costs."""
+    cache = KVCache(model.config, 2, config.block_size, model.dtype, model.device)
+    taken = []
+    for count in (1, 1, 2):  # the first time compiles and loads what stays loaded
+        before = torch.cuda.mem_get_info()[0]
+        graphs = StepGraphs(config, model, cache, input_batch, tensor_cores, only_largest=count)
+        torch.cuda.synchronize()
+        taken.append(before - torch.cuda.mem_get_info()[0])
+        kinds = bool(graphs.decode_sizes) + bool(graphs.forward_sizes)
+        del graphs
+        empty_device_cache()
+    total = len(decode_sizes(config.max_num_seqs)) + tensor_cores * len(forward_sizes(config.max_num_batched_tokens))
+    return taken[1] + max(0, taken[2] - taken[1]) // kinds * (total - kinds)
+
+
+def empty_device_cache() -> None:
+    """Give memory that torch holds in reserve back to the GPU."""
+    torch.cuda.synchronize()  # a step may still be running, and graphs must not go while they are replayed
+    torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream that a graph was recorded on
+    torch.cuda.empty_cache()
+
+
 class StepGraphs:
     """Records and replays.
 
     Args:
         model, kv_cache, input_batch: whose addresses the graphs remember: none may be replaced.
         tensor_cores: there are some (compute capability 8.0): attention uses them, and has a kernel for prompts.
+        only_largest: record only so many graphs of each kind; None for all.
     """
 
     def __init__(self, config: EngineConfig, model: Decoder, kv_cache: KVCache, input_batch: InputBatch,
-                 tensor_cores: bool) -> None:
+                 tensor_cores: bool, only_largest: int | None = None) -> None:
         self.model, self.kv_cache, self.input_batch = model, kv_cache, input_batch
         self.block_size, self.max_num_seqs = config.block_size, config.max_num_seqs
         self.group = model.config.num_attention_heads // model.config.num_key_value_heads
         self.tensor_cores = tensor_cores
-        self.decode_sizes = decode_sizes(config.max_num_seqs)
-        self.forward_sizes = forward_sizes(config.max_num_batched_tokens) if tensor_cores else []
+        self.decode_sizes = decode_sizes(config.max_num_seqs)[-(only_largest or 0):]
+        self.forward_sizes = (
+            forward_sizes(config.max_num_batched_tokens)[-(only_largest or 0):] if tensor_cores else [])
         most = max(self.decode_sizes[-1], *self.forward_sizes, 0)
         # ids, rows, positions, noise keys and top_k of a decoding step; ids, rows, positions and slots of another.
         self.numbers = FixedBuffer(5 * most, torch.int64, model.device)

@@ -12,6 +12,7 @@ Owns: weights, cache tensors, the rows of the batch, everything with a device in
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -22,9 +23,9 @@ import torch
 from tutorial_engine.attention import AttentionMetadata
 from tutorial_engine.block_manager import cdiv
 from tutorial_engine.config import EngineConfig
-from tutorial_engine.cuda_graphs import StepGraphs
+from tutorial_engine.cuda_graphs import StepGraphs, empty_device_cache, graph_bytes
 from tutorial_engine.input_batch import LAST_TOKEN, InputBatch, input_token_ids, to_device
-from tutorial_engine.kv_cache import KVCache, available_kv_cache_bytes, size_kv_cache
+from tutorial_engine.kv_cache import GIB, KVCache, available_kv_cache_bytes, size_kv_cache
 from tutorial_engine.logits_processor import make_processors
 from tutorial_engine.models.decoder import Decoder
 from tutorial_engine.models.loader import ModelSource
@@ -133,15 +134,16 @@ class ModelRunner:
         self.model: Decoder | None = load()
         self.device, self.dtype = self.model.device, self.model.dtype
         self.sampler = Sampler(config.args.logprobs_mode, make_processors(config, self.device))
-        available = available_kv_cache_bytes(config, self.device, self._activation_bytes())
-        self.num_gpu_blocks, self.max_model_len = size_kv_cache(config, self.model.config, self.dtype, available)
         self._model_config = self.model.config
         self.kv_cache: KVCache | None = None
         self.graphs: StepGraphs | None = None
         self.use_kernels = self._can_use_kernels()
         self.use_prefill_kernel = self.use_kernels and torch.cuda.get_device_capability() >= (8, 0)
-        self.input_batch = InputBatch(config.max_num_seqs, cdiv(self.max_model_len, config.block_size), self.device,
+        self.input_batch = InputBatch(config.max_num_seqs, cdiv(config.max_model_len, config.block_size), self.device,
                                       self.use_kernels)
+        reserved = self._activation_bytes() + self._graph_bytes()
+        available = available_kv_cache_bytes(config, self.device, reserved)
+        self.num_gpu_blocks, self.max_model_len = size_kv_cache(config, self.model.config, self.dtype, available)
         self.restore_kv_cache()
 
     def _activation_bytes(self) -> int:
@@ -149,6 +151,12 @@ class ModelRunner:
         c = self.model.config
         per_token = (2 * c.hidden_size + 4 * c.intermediate_size) * self.dtype.itemsize
         return self.config.max_num_batched_tokens * per_token + 3 * self.config.max_num_seqs * c.vocab_size * 4
+
+    def _graph_bytes(self) -> int:
+        args = self.config.args
+        if not self.use_kernels or args.num_gpu_blocks_override or args.kv_cache_memory_bytes:
+            return 0
+        return graph_bytes(self.config, self.model, self.input_batch, self.use_prefill_kernel)
 
     @torch.inference_mode()
     def execute_model(self, out: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
@@ -281,7 +289,10 @@ class ModelRunner:
         if self.kv_cache is None or self.model is None or self.model.embed_tokens.device.type != self.device.type:
             return  # one of the two still sleeps
         if self.use_kernels:
+            began, before = time.monotonic(), torch.cuda.mem_get_info()[0]
             self.graphs = StepGraphs(self.config, self.model, self.kv_cache, self.input_batch, self.use_prefill_kernel)
+            logger.info("Graph capturing finished in %.0f secs, took %.2f GiB", time.monotonic() - began,
+                        (before - torch.cuda.mem_get_info()[0]) / GIB)
 
     def _can_use_kernels(self) -> bool:
         if self.device.type != "cuda" or self.config.args.enforce_eager:
@@ -300,5 +311,4 @@ class ModelRunner:
 
     def _empty_device_cache(self) -> None:
         if self.device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream that a graph was recorded on
-            torch.cuda.empty_cache()
+            empty_device_cache()

@@ -169,8 +169,8 @@ def plain_from(request: Request) -> int:
     temperature, min_p, top_k and top_p alone; NEVER if it always wants more."""
     p = request.sampling_params
     plain = (p.logprobs is None and p.repetition_penalty == 1.0 and p.frequency_penalty == 0.0
-             and p.presence_penalty == 0.0 and not p.logit_bias and p.allowed_token_ids is None and not request.bad_words_token_ids
-             and request.grammar is None)
+             and p.presence_penalty == 0.0 and not p.logit_bias and p.allowed_token_ids is None
+             and not request.bad_words_token_ids and request.grammar is None)
     return request.num_prompt_tokens + p.min_tokens if plain else NEVER
 
 

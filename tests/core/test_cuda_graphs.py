@@ -14,8 +14,8 @@ def test_sizes_end_exactly_at_the_most_requests_there_can_be(max_num_seqs: int, 
     assert decode_sizes(max_num_seqs) == sizes
 
 
-@pytest.mark.parametrize("plain", [{"temperature": 0.0, "top_k": 5}, {"temperature": 1.3, "seed": 3}, {"top_k": 5, "top_p": 0.9},
-                                   {"min_p": 0.1}])
+@pytest.mark.parametrize("plain", [
+    {"temperature": 0.0, "top_k": 5}, {"temperature": 1.3, "seed": 3}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}])
 def test_what_the_device_draws_alone(plain: dict) -> None:
     assert plain_from(make_request("a", 3, params=SamplingParams(**plain))) == 3
 
