@@ -1,7 +1,7 @@
 # Everything a reader needs is one word: make demo, make test, make lab. Each sets up what is missing, and nothing else
 # on the machine is touched: packages go into .venv, the default model into the user's cache.
 
-.PHONY: help demo test lab notebooks bench mutation lint setup model clean
+.PHONY: help demo test lab notebooks exercises bench mutation lint setup model clean
 .DEFAULT_GOAL := help
 
 VENV := .venv
@@ -24,6 +24,7 @@ help:
 	@echo "make test       set up, then run the tests and compare every notebook with a fresh run"
 	@echo "make lab        set up, then open JupyterLab"
 	@echo "make notebooks  rebuild the .ipynb files from their .py sources"
+	@echo "make exercises  rebuild exercises/ and the answers beside their sources in solutions/"
 	@echo "make bench      measure the engine on this machine's CPU"
 	@echo "make mutation   plant faults in a copy of the engine and see that the tests notice each"
 	@echo "make lint       ruff and mypy"
@@ -43,6 +44,9 @@ lab: setup
 
 notebooks: setup
 	$(PY) tools/build_notebooks.py
+
+exercises: setup
+	$(PY) tools/build_exercises.py
 
 bench: setup
 	$(PY) bench/cpu.py

@@ -40,6 +40,7 @@ TAGS = {
     "exercise",
     "check",
     "solution",
+    "wrong",
     "demo-output",
     "nbval-ignore-output",
     "nbval-check-output",
@@ -234,6 +235,8 @@ def no_cell_is_empty(page: Page) -> Iterator[str]:
     for position, cell in enumerate(page.notebook.cells):
         if not cell.source.strip():
             yield f"cell {position} is empty"
+        elif cell.cell_type == "code" and all(re.match(r"\s*(#|$)", line) for line in cell.source.splitlines()):
+            yield f"cell {name(cell)} holds only comments; words go into a cell that begins with '# %% [markdown]'"
 
 
 @rule

@@ -142,6 +142,7 @@ BAD: list[tuple[str, Callable[[NotebookNode], object]]] = [
     ("tags_are_known", set_code("# NBVAL_IGNORE_OUTPUT\n1")),
     ("setup_cell_is_first", edit(1, "seed=0", "seed=1")),
     ("no_cell_is_empty", set_code(" ")),
+    ("no_cell_is_empty", set_code("# Words in the wrong\n\n# kind of cell.")),
     ("no_trailing_semicolon", set_code("plt.plot(x);")),
     ("code_is_comparable", set_code("clear_output(wait=True)")),
     ("code_is_comparable", set_code("widgets.interact(f, x=3)")),
