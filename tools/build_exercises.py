@@ -15,12 +15,14 @@ A gap is a region of a function's body. What lies between the two lines is the a
     # END SOLUTION todo: Return the number of blocks.
 """
 
+import os
 import re
 import sys
 from pathlib import Path
 
 import jupytext
 from nbformat import NotebookNode
+from nbformat.v4 import new_markdown_cell
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, only tools/ is on the path
 
@@ -29,8 +31,15 @@ from tools.build_notebooks import ROOT, dress, finish
 
 KINDS = ("exercises", "solutions")
 ANSWERS_ONLY = {"solution", "wrong"}
+GAP = "raise NotImplementedError"  # what Python programmers write there; a check takes it for "not written yet"
+COMPARE = """\
+## Compare
+
+[The answers]({}) also show the usual mistakes, and what the checks say about them. Look there when yours pass, or when
+the last hint has not helped."""
 _REGION = re.compile(
-    r"^(?P<indent>[ \t]+)# BEGIN SOLUTION\n(?P<answer>.*?)^(?P=indent)# END SOLUTION todo: (?P<todo>.+)$", re.M | re.S
+    r"^(?P<indent>[ \t]+)# BEGIN SOLUTION\n(?P<answer>.*?)^(?P=indent)# END SOLUTION todo: (?P<todo>[^\n]+)$",
+    re.M | re.S,
 )
 
 
@@ -51,27 +60,33 @@ def assemble(source: Path, kind: str, root: Path = ROOT) -> NotebookNode:
         ValueError: a gap is not well formed, or is not in a cell tagged ``exercise``.
     """
     draft = jupytext.read(source, fmt="py:percent")
-    kept = []
-    for cell in draft.cells:
-        tags = set(cell.metadata.get("tags", []))
-        if kind == "exercises" and tags & ANSWERS_ONLY:
-            continue
+    kept = [cell for cell in draft.cells
+            if kind == "solutions" or not ANSWERS_ONLY & set(cell.metadata.get("tags", []))]
+    for cell in kept:
         if cell.cell_type == "code":
-            found = len(_REGION.findall(cell.source))
-            if cell.source.count("# BEGIN SOLUTION") != found or cell.source.count("# END SOLUTION") != found:
-                raise ValueError(f"{source}: a gap needs an indented '# BEGIN SOLUTION', and '# END SOLUTION todo: ...' "
-                                 f"with the same indent, in the cell that begins with {cell.source[:60]!r}")
-            if bool(found) != ("exercise" in tags):
-                raise ValueError(f"{source}: gaps belong into cells tagged 'exercise', and each of those needs one; see "
-                                 f"the cell that begins with {cell.source[:60]!r}")
-            cell.source = _REGION.sub(_gap if kind == "exercises" else _filled, cell.source)
-        kept.append(cell)
+            cell.source = _with_gaps(cell, kind, source)
+    if kind == "exercises":
+        answers = os.path.relpath(target(source, "solutions", root), target(source, kind, root).parent)
+        kept.append(new_markdown_cell(COMPARE.format(Path(answers).as_posix())))
     draft.cells = kept
     return dress(draft, target(source, kind, root), root)
 
 
+def _with_gaps(cell: NotebookNode, kind: str, source: Path) -> str:
+    """A code cell's text for one kind of notebook."""
+    found = len(_REGION.findall(cell.source))
+    place = f"{source}, in the cell that begins with {cell.source[:60]!r}"
+    if cell.source.count("# BEGIN SOLUTION") != found or cell.source.count("# END SOLUTION") != found:
+        raise ValueError(f"{place}: a gap needs an indented '# BEGIN SOLUTION', and '# END SOLUTION todo: ...' with "
+                         "the same indent")
+    if bool(found) != ("exercise" in cell.metadata.get("tags", [])):
+        raise ValueError(f"{place}: gaps belong into cells tagged 'exercise', and each of those needs one")
+    return _REGION.sub(_gap if kind == "exercises" else _filled, cell.source)
+
+
 def _gap(region: re.Match[str]) -> str:
-    return f"{region['indent']}# YOUR CODE HERE, in place of this line and the next\n{region['indent']}todo({region['todo']!r})"
+    todo = region["todo"].replace('"', "'")
+    return f'{region["indent"]}# YOUR CODE HERE, in place of the next line\n{region["indent"]}{GAP}("{todo}")'
 
 
 def _filled(region: re.Match[str]) -> str:

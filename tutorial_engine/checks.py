@@ -32,20 +32,15 @@ from typing import Any
 
 TIME_LIMIT_S = 5.0  # for a whole check, which takes milliseconds if nothing is wrong
 MAX_PRINTED = 2_000  # characters that a learner's code may print while it is checked
-MAX_HISTORY = 8  # calls that a message repeats
-
-
-class NotWritten(Exception):
-    """The learner's code has not been written yet."""
-
-
-def todo(what: str) -> Any:
-    """Stands where a learner's code will go. `what`: what that code must do, as a sentence."""
-    raise NotWritten(what)
+MAX_HISTORY = 8  # lines of calls that a message repeats
 
 
 class _Endless(BaseException):
     """The learner's code ran for too long. No `Exception`, so that `except Exception` does not hold it."""
+
+
+class _NotWritten(Exception):
+    """The call came to the gap that the exercise began with."""
 
 
 class _Mistake(Exception):
@@ -96,7 +91,8 @@ class Result:
 
     def _repr_html_(self) -> str:
         sign, color = _SIGNS[self.status]
-        advice = f"<div><b>Look at:</b> {html.escape(self.look_at)}</div>" if self.look_at else ""
+        look_at = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(self.look_at))
+        advice = f"<div><b>Look at:</b> {look_at}</div>" if look_at else ""
         story = html.escape("\n".join(self.lines))
         return (f'<div style="border-left: 5px solid {color}; padding: 2px 12px; text-align: left">'
                 f'<div><b style="color: {color}">{sign} {html.escape(self.name)}: {self.status}</b></div>'
@@ -129,13 +125,15 @@ class Check:
                 self.body(answer)
         except KeyboardInterrupt:
             raise
-        except NotWritten as missing:
-            return self._result(thing, "to do", [f"Not written yet: {missing}"],
-                                "the line `todo(...)`. Put your code in its place, run that cell, then this one.")
+        except _NotWritten as gap:
+            return self._result(thing, "to do", [f"Not written yet: {gap}"],
+                                "the line `raise NotImplementedError(...)`. Put your code in its place, run that cell, "
+                                "then this one.")
         except _Mistake as mistake:
             return self._result(thing, "not yet", mistake.lines, mistake.look_at)
         except _Endless:
-            return self._result(thing, "not yet", [*_last(answer.calls), f"    did not come to an end in {TIME_LIMIT_S:g} seconds"],
+            return self._result(thing, "not yet", [*_last(answer.calls),
+                                                   f"    did not come to an end in {TIME_LIMIT_S:g} seconds"],
                                 "your loops. Is there one whose condition never changes?")
         except BaseException as error:  # the last resort: an object that cannot even be compared or shown
             return self._result(thing, "not yet", [*_last(answer.calls),
@@ -199,10 +197,7 @@ class Instance:
         if not callable(bound):
             raise _Mistake([*_last(calls), f"    there is no method {method}"],
                            f"the methods of {self.answer.name}, and how they are spelled.")
-        returned = Returned(self.answer, bound, args, kwargs)
-        if returned.error is None and returned.value is not None:
-            calls[-1] += f"  # {show(returned.value)}"
-        return returned
+        return Returned(self.answer, bound, args, kwargs)
 
 
 class Returned:
@@ -214,9 +209,9 @@ class Returned:
         self.error: Exception | SystemExit | None = None
         try:
             self._value = call(*copy.deepcopy(args), **copy.deepcopy(kwargs))  # copies: the case stays what it was
-        except NotWritten:
-            raise
         except (Exception, SystemExit) as error:
+            if isinstance(error, NotImplementedError) and _is_own(error):
+                raise _NotWritten(str(error)) from None
             self.error = error
 
     @property
@@ -231,23 +226,32 @@ class Returned:
         if not same(self.value, want):
             raise self._mistake([f"    returned {show(self.value)}", f"    expected {show(want)}",
                                  *_remarks(self.value, want)], look_at)
-        self._answer.count += 1
+        self._met(f"  # {show(want)}")
 
     def must(self, hold: Callable[[Any], Any], expected: str, look_at: str) -> None:
         """Expect that `hold(value)` is true. `expected`: the same in words. An error in `hold` counts as false."""
         value = self.value
         with contextlib.suppress(Exception):
             if hold(value):
-                self._answer.count += 1
-                return
+                return self._met(f"  # {show(value)}")
         raise self._mistake([f"    returned {show(value)}", f"    expected {expected}", *_remarks(value, ...)], look_at)
+
+    def works(self) -> None:
+        """Expect nothing but that it is not an error."""
+        _ = self.value
+        self._met("")
 
     def raises(self, kind: type[Exception], look_at: str) -> None:
         """Expect an error of this kind."""
         if not isinstance(self.error, kind):
             what = f"returned {show(self._value)}" if self.error is None else f"raised {_error(self.error)}"
             raise self._mistake([f"    {what}", f"    expected it to raise {kind.__name__}"], look_at)
+        self._met(f"  # {kind.__name__}")
+
+    def _met(self, note: str) -> None:
+        """Count, and note in the history what came back."""
         self._answer.count += 1
+        self._answer.calls[len(self._history) - 1] += note
 
     def _mistake(self, lines: list[str], look_at: str) -> _Mistake:
         return _Mistake([*_last(self._history), *lines], look_at)
@@ -347,7 +351,7 @@ def _remarks(got: Any, want: Any) -> list[str]:
     """What a hurried reader may miss in the difference between two values; `want` is ... if it is a condition."""
     value, found = _plain(got), []
     if value is None and want is not None:
-        found.append("Nothing was returned. Is there a `return` on every way through? (print does not return.)")
+        found.append("None is what comes back without a `return`; print does not return anything.")
     elif hasattr(value, "__next__"):
         found.append("That is an iterator, which holds no values yet: list(...) makes a list of it.")
     elif isinstance(value, float) and isinstance(want, int) and value == want:
@@ -364,8 +368,8 @@ def _remarks(got: Any, want: Any) -> list[str]:
 
 
 def _last(calls: list[str]) -> list[str]:
-    """The calls that led here, the first ones left out if there are many."""
-    return calls if len(calls) <= MAX_HISTORY else ["...", *calls[-MAX_HISTORY:]]
+    """The calls that led here: the first, and if there are many, the last ones."""
+    return calls if len(calls) <= MAX_HISTORY else [calls[0], "...", *calls[2 - MAX_HISTORY:]]
 
 
 def _arguments(args: tuple, kwargs: dict[str, Any]) -> str:
@@ -381,9 +385,20 @@ def _error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first[:200]}" if first else type(error).__name__
 
 
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Where an error came from, without this file's frame, which is the first; the next one is the learner's."""
+    return traceback.extract_tb(error.__traceback__)[1:]
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether the learner's own code raised it, and not something that it called."""
+    frames = _frames(error)
+    return bool(frames) and frames[-1].filename == frames[0].filename
+
+
 def _where(error: BaseException) -> list[str]:
-    """The learner's line that an error came from. The first frame is this file's; the learner's file is the second's."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
+    """The learner's line that an error came from."""
+    frames = _frames(error)
     own = [frame.line for frame in frames if frame.filename == frames[0].filename and frame.line]
     return [f"    in the line: {own[-1].strip()}"] if own else []
 

@@ -54,7 +54,8 @@ def problems(source: Path, root: Path) -> list[str]:
         found.append("(d) there must be two cells tagged 'wrong', and one for each task, which end in a check")
     found += [f"(d) a wrong answer passes:\n{result}" for result in wrong if result]
     stories = [(result.name, result.look_at) for result in wrong]
-    found += [f"(d) two wrong answers get the same advice: {story[1]}" for story in {*stories} if stories.count(story) > 1]
+    found += [f"(d) two wrong answers get the same advice: {story[1]}" for story in {*stories}
+              if stories.count(story) > 1]
     return found
 
 

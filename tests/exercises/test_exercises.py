@@ -48,7 +48,7 @@ GOOD = '''\
 # # Doubling
 
 # %%
-from tutorial_engine.checks import check, todo
+from tutorial_engine.checks import check
 
 def double(x):
     return 2 * x
@@ -113,7 +113,8 @@ def test_gaps_hide_the_answer_and_say_what_to_do(tmp_path: Path) -> None:
     found_in(GOOD, tmp_path)
     stub, answers = (assemble(tmp_path / "solutions" / "01_double.py", kind, tmp_path) for kind in KINDS)
     code = [cell.source for cell in stub.cells if "exercise" in cell.metadata.get("tags", [])]
-    assert code == ["def double(x):\n    # YOUR CODE HERE, in place of this line and the next\n    todo('Return twice x.')"]
+    assert code == ["def double(x):\n    # YOUR CODE HERE, in place of the next line\n"
+                    '    raise NotImplementedError("Return twice x.")']
     assert not any("wrong" in cell.metadata.get("tags", []) for cell in stub.cells)
     assert not any("SOLUTION" in cell.source for cell in [*stub.cells, *answers.cells])
     assert "def double(x):\n    return x + x" in [cell.source for cell in answers.cells]
@@ -127,5 +128,5 @@ def test_gaps_hide_the_answer_and_say_what_to_do(tmp_path: Path) -> None:
     lambda text: text.replace('# %% tags=["check"]', '# %% tags=["exercise"]'),
 ], ids=["no end", "no todo", "not inside a function", "no tag", "no gap"])  # fmt: skip
 def test_a_malformed_gap_is_an_error(spoil: Callable[[str], str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="01_double.py: (a gap needs|gaps belong)"):
+    with pytest.raises(ValueError, match="01_double.py, in the cell .*: (a gap needs|gaps belong)"):
         found_in(spoil(GOOD), tmp_path)
