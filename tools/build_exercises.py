@@ -32,11 +32,19 @@ from tools.build_notebooks import ROOT, dress, finish
 KINDS = ("exercises", "solutions")
 ANSWERS_ONLY = {"solution", "wrong"}
 GAP = "raise NotImplementedError"  # what Python programmers write there; a check takes it for "not written yet"
+HOW_IT_WORKS = f"""
+
+**How it works.** Each task has a gap, and below it a cell that checks what you wrote. Replace the line `{GAP}(...)` with
+your code, run that cell, then run the check. A check never breaks the notebook: it says what it tried, what came back,
+and what to look at. Then mend and run again, as often as you like."""
 COMPARE = """\
 ## Compare
 
 [The answers]({}) also show the usual mistakes, and what the checks say about them. Look there when yours pass, or when
 the last hint has not helped."""
+THESE_ARE_ANSWERS = """
+
+**These are the answers.** The notebook with the gaps is [here]({})."""
 _REGION = re.compile(
     r"^(?P<indent>[ \t]+)# BEGIN SOLUTION\n(?P<answer>.*?)^(?P=indent)# END SOLUTION todo: (?P<todo>[^\n]+)$",
     re.M | re.S,
@@ -65,11 +73,23 @@ def assemble(source: Path, kind: str, root: Path = ROOT) -> NotebookNode:
     for cell in kept:
         if cell.cell_type == "code":
             cell.source = _with_gaps(cell, kind, source)
-    if kind == "exercises":
-        answers = os.path.relpath(target(source, "solutions", root), target(source, kind, root).parent)
-        kept.append(new_markdown_cell(COMPARE.format(Path(answers).as_posix())))
+    _introduce(kept, kind, _link(source, kind, root))
     draft.cells = kept
     return dress(draft, target(source, kind, root), root)
+
+
+def _introduce(cells: list[NotebookNode], kind: str, other: str) -> None:
+    """Say in the first cell what kind of notebook this is, and lead to the other one."""
+    if cells and cells[0].cell_type == "markdown":
+        cells[0].source += HOW_IT_WORKS if kind == "exercises" else THESE_ARE_ANSWERS.format(other)
+    if kind == "exercises":
+        cells.append(new_markdown_cell(COMPARE.format(other)))
+
+
+def _link(source: Path, kind: str, root: Path) -> str:
+    """How one notebook of a source refers to the other."""
+    other = KINDS[1 - KINDS.index(kind)]
+    return Path(os.path.relpath(target(source, other, root), target(source, kind, root).parent)).as_posix()
 
 
 def _with_gaps(cell: NotebookNode, kind: str, source: Path) -> str:

@@ -94,9 +94,11 @@ class Result:
         look_at = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(self.look_at))
         advice = f"<div><b>Look at:</b> {look_at}</div>" if look_at else ""
         story = html.escape("\n".join(self.lines))
+        font = "font-family: monospace; " if self.status == "not yet" else "font-family: inherit; "
         return (f'<div style="border-left: 5px solid {color}; padding: 2px 12px; text-align: left">'
                 f'<div><b style="color: {color}">{sign} {html.escape(self.name)}: {self.status}</b></div>'
-                f'<pre style="margin: 4px 0; white-space: pre-wrap">{story}</pre>{advice}</div>')
+                f'<pre style="{font}margin: 4px 0; white-space: pre-wrap; word-break: normal">{story}</pre>'
+                f"{advice}</div>")
 
 
 _SIGNS = {"passed": ("✓", "#0072b2"), "not yet": ("✗", "#d55e00"), "to do": ("○", "#767676")}

@@ -9,10 +9,7 @@
 #
 # 30 minutes · difficulty ●●○ · needs no GPU and no model. The words *block*, *pool* and *block table* are from
 # [Getting started](../../notebooks/3_running_locally/05_getting_started.ipynb).
-#
-# **How it works.** Each task has gaps, and below it a cell that checks what you wrote. Replace the line
-# `raise NotImplementedError(...)` with your code, run that cell, then run the check. A check never breaks the notebook:
-# it tells you what it tried, what came back, and what to look at. Then mend and run again, as often as you like.
+
 
 # %%
 from tutorial_engine.exercises import paged_attention as course

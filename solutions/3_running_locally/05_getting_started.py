@@ -9,11 +9,7 @@
 #
 # 15 minutes · difficulty ●○○ · after [Getting started](../../notebooks/3_running_locally/05_getting_started.ipynb) ·
 # needs no GPU and no model
-#
-# **How it works.** Each task has a function with a gap, and below it a cell that checks what you wrote. Replace the
-# line `raise NotImplementedError(...)` with your code, run that cell, then run the check. A check never breaks the
-# notebook: it tells you what it tried, what came back, and what to look at. Then mend and run again, as often as you
-# like.
+
 
 # %%
 from tutorial_engine.exercises import getting_started as course

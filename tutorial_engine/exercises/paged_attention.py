@@ -56,12 +56,12 @@ def check_slot_mapping(answer: Answer) -> None:
     answer([0], [0, 1, 2], 4).gives(
         [0, 1, 2], "the simplest table: logical block 0 is physical block 0, so position and slot are the same.")
     answer([3], [0, 1, 2], 4).gives(
-        [12, 13, 14], "the block table: position 0 lies in physical block 3, and three blocks of 4 slots come before it.")
+        [12, 13, 14], "the block table: position 0 lies in physical block 3, after three blocks of 4 slots each.")
+    answer([3], [2], 4).gives(
+        [14], "a decode step, which has one token. Its position is 2, although it is the first in the list.")
     answer([3, 1], [4, 5], 4).gives(
         [4, 5], "the second logical block: position 4 is its first token, and the table says that it is physical "
                 "block 1.")
-    answer([7, 2, 5], [11], 4).gives(
-        [23], "a decode step, which has one token. Its position is 11, although it is the first in the list.")
     answer([7, 2, 5], [9, 3, 0], 4).gives(
         [21, 31, 28], "the order: one slot for each position, in the order asked for.")
     answer([6, 4], [], 16).gives([], "a request that computes nothing in this step.")
