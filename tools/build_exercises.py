@@ -34,9 +34,9 @@ ANSWERS_ONLY = {"solution", "wrong"}
 GAP = "raise NotImplementedError"  # what Python programmers write there; a check takes it for "not written yet"
 HOW_IT_WORKS = f"""
 
-**How it works.** Each task has a gap, and below it a cell that checks what you wrote. Replace the line `{GAP}(...)` with
-your code, run that cell, then run the check. A check never breaks the notebook: it says what it tried, what came back,
-and what to look at. Then mend and run again, as often as you like."""
+**How it works.** Each task has a gap, and below it a cell that checks what you wrote. Replace the line
+`{GAP}(...)` with your code, run that cell, then run the check. A check never breaks the notebook: it says what it
+tried, what came back, and what to look at. Then mend and run again, as often as you like."""
 COMPARE = """\
 ## Compare
 

@@ -10,7 +10,6 @@
 # 30 minutes · difficulty ●●○ · needs no GPU and no model. The words *block*, *pool* and *block table* are from
 # [Getting started](../../notebooks/3_running_locally/05_getting_started.ipynb).
 
-
 # %%
 from tutorial_engine.exercises import paged_attention as course
 from tutorial_engine.notebook import observe, predict

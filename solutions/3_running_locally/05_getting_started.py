@@ -10,7 +10,6 @@
 # 15 minutes · difficulty ●○○ · after [Getting started](../../notebooks/3_running_locally/05_getting_started.ipynb) ·
 # needs no GPU and no model
 
-
 # %%
 from tutorial_engine.exercises import getting_started as course
 from tutorial_engine.notebook import observe, predict

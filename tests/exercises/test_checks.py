@@ -165,7 +165,8 @@ BAD: list[tuple[Any, str]] = [
 @pytest.mark.parametrize("bad, says", BAD, ids=range(len(BAD)))
 def test_nothing_gets_out(bad: Any, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
                           ) -> None:
-    monkeypatch.setattr(checks, "TIME_LIMIT_S", 0.2)
+    if "come to an end" in says:
+        monkeypatch.setattr(checks, "TIME_LIMIT_S", 0.2)
     began = time.monotonic()
     result = check_blocks_needed(bad)
     said = message(result)

@@ -1,6 +1,7 @@
 """The build, end to end: source -> notebook -> strict nbval, on a small course of its own."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from tools import run_demo
 from tools.build_notebooks import ROOT, SETUP_CELL, assemble, build
+from tools.mutation_check import Fault, plant
 
 SOURCE = """\
 # ---
@@ -37,8 +39,18 @@ print("again", file=sys.stderr)
 print(total)
 
 # %% tags=["timing"]
-import time
-print(f"{time.perf_counter():.3f} ms at {time.perf_counter():.1f} tok/s")
+import os, time
+began = time.perf_counter()
+time.sleep(float(os.environ.get("PAUSE", "0")))
+seconds = time.perf_counter() - began
+print(f"{seconds * 1000:.3f} ms at {total / seconds:,.1f} tok/s")
+
+# %%
+from tutorial_engine.block_manager import BlockPool
+from tutorial_engine.exercises.paged_attention import draw
+pool = BlockPool(8, enable_caching=True)
+pool.free_blocks(pool.get_new_blocks(2))
+draw(8, 4, {"a": [block.block_id for block in pool.get_new_blocks(3)]}, {"a": 10})
 
 # %%
 import ipywidgets
@@ -63,13 +75,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def replay(notebook: Path) -> subprocess.CompletedProcess[str]:
+def replay(notebook: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Strict nbval with the project's own settings, as ``make test`` runs it."""
     command = f"-m pytest -q -p no:cacheprovider --confcutdir {ROOT} --nbval --nbval-current-env -p conftest"
     sanitize = ["--nbval-sanitize-with", str(ROOT / "tests" / "nbval_sanitize.cfg")]
     return subprocess.run(
         [sys.executable, *command.split(), *sanitize, "--rootdir", str(notebook.parent), str(notebook)],
-        cwd=ROOT, env={**os.environ, "TUTORIAL_LIVE": "0"}, capture_output=True, text=True, timeout=240,
+        cwd=ROOT, env={**os.environ, "TUTORIAL_LIVE": "0", **environment}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 
 
@@ -110,15 +122,20 @@ def test_building_again_changes_nothing_but_times(source: Path) -> None:
     assert stable(build(source, root=source.parent.parent).read_text()) == stable(first)
 
 
-@pytest.mark.timeout(600)  # two kernels that import torch
-def test_strict_replay_passes_and_can_fail(source: Path, tmp_path: Path) -> None:
+@pytest.mark.timeout(600)  # three kernels that import torch
+def test_strict_replay_sees_a_changed_engine_and_no_clock(source: Path, tmp_path: Path) -> None:
+    """Twice in a row with other timings: green. Blocks handed out in another order: red, by the picture."""
     committed = source.with_suffix(".ipynb")
-    result = replay(committed)
-    assert result.returncode == 0 and "7 passed" in result.stdout, result.stdout + result.stderr
-    rotten = tmp_path / committed.name
-    rotten.write_text(committed.read_text().replace("total 3", "total 4"))
-    result = replay(rotten)
-    assert result.returncode == 1 and "1 failed, 6 passed" in result.stdout, result.stdout + result.stderr
+    for pause in ("0", "0.3"):
+        result = replay(committed, PAUSE=pause)
+        assert result.returncode == 0 and "8 passed" in result.stdout, result.stdout + result.stderr
+
+    engine = shutil.copytree(ROOT / "tutorial_engine", tmp_path / "tutorial_engine")
+    plant(Fault("the block that was freed last is reused first", "block_manager.py",
+                "block = self._head.next_free\n", "block = self._tail.prev_free\n", ()), engine)
+    result = replay(committed, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1 and "1 failed, 7 passed" in result.stdout, result.stdout + result.stderr
+    assert "request a: 10 tokens in 3 blocks [7, 6, 5]" in result.stdout
 
 
 def test_a_source_must_begin_with_its_title(tmp_path: Path) -> None:
