@@ -56,6 +56,8 @@ def check_fits(answer: Answer) -> None:
     answer(**llama, tokens=8_192, gib=24).gives(True, "Llama 3.1 8B on 24 GiB: 15.0 GiB of weights, 1 GiB of K and V.")
     answer(**llama, tokens=131_072, gib=24).gives(False, "K and V: 131,072 tokens of 131,072 bytes each make 16 GiB "
                                                          "beside the weights.")
+    answer(**llama, tokens=8_192, gib=16).gives(False, "the share: 15.96 GiB are needed, and of 16 GiB only 92 % may "
+                                                       "be used, which is 14.72.")
     answer(weights=0, bytes_per_token=GIB, tokens=23, gib=24).gives(
         False, "the share: 23 of 24 GiB is 95.8 %, and only 92 % may be used.")
     answer(weights=0, bytes_per_token=GIB, tokens=22, gib=24).gives(
