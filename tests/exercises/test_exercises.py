@@ -41,6 +41,14 @@ def test_every_exercise_has_a_source() -> None:
     assert not list((ROOT / "exercises").rglob("*.py")), "exercises/ is generated; write in solutions/"
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=relative)
+def test_teachers_are_told_of_it(source: Path) -> None:
+    minutes, stars = re.search(r"(\d+) minutes · difficulty ([●○]+)", source.read_text(encoding="utf-8")).groups()
+    page = (ROOT / "docs" / "teaching.md").read_text(encoding="utf-8")
+    link = re.escape(f"(../exercises/{Path(relative(source)).with_suffix('.ipynb').as_posix()})")
+    assert re.search(rf"{link} \| {stars} \| {minutes} \|", page), "add a line to the table in docs/teaching.md"
+
+
 # ---------------------------------------------------------------------- the proofs themselves
 
 GOOD = '''\
