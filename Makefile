@@ -1,7 +1,7 @@
 # Everything a reader needs is one word: make demo, make test, make lab. Each sets up what is missing, and nothing else
 # on the machine is touched: packages go into .venv, the default model into the user's cache.
 
-.PHONY: help demo test test-colab lab notebooks exercises bench mutation lint setup model clean
+.PHONY: help demo test test-colab lab notebooks exercises fast bench mutation lint setup model clean
 .DEFAULT_GOAL := help
 
 VENV := .venv
@@ -29,6 +29,7 @@ help:
 	@echo "make lab        set up, then open JupyterLab"
 	@echo "make notebooks  rebuild the .ipynb files from their .py sources"
 	@echo "make exercises  rebuild exercises/ and the answers beside their sources in solutions/"
+	@echo "make fast       run every lesson with small parameters, comparing nothing"
 	@echo "make bench      measure the engine on this machine's CPU"
 	@echo "make mutation   plant faults in a copy of the engine and see that the tests notice each"
 	@echo "make lint       ruff and mypy"
@@ -59,6 +60,9 @@ notebooks: setup
 
 exercises: setup
 	$(PY) tools/build_exercises.py
+
+fast: setup
+	$(PY) tools/run_fast.py
 
 bench: setup
 	$(PY) bench/cpu.py

@@ -13,7 +13,7 @@
 
 # %% tags=["parameters"]
 prompts = ["The capital of France is", "1, 2, 3, 4, 5,", "A language model is", "Once upon a time"]
-max_tokens = 24  # per prompt, at most
+max_tokens = 24  # per prompt, at most; fast: 4
 kv_cache_bytes = 2**30  # memory for the KV cache: 1 GiB
 
 # %% [markdown]

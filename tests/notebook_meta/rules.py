@@ -18,6 +18,7 @@ from nbformat import NotebookNode
 
 from tests.notebook_meta.links import broken_links
 from tools.build_notebooks import METADATA, SETUP_CELL
+from tools.run_fast import fast_parameters
 
 SECTIONS = (
     "the problem",
@@ -346,6 +347,16 @@ def sections_are_there(page: Page) -> Iterator[str]:
 def parameters_follow_setup(page: Page) -> Iterator[str]:
     if page.is_lesson and [cell is page.code[1] for cell in page.tagged("parameters")] != [True]:
         yield "the second code cell, and no other, must be tagged 'parameters': it holds what a sweep may change"
+
+
+@rule
+def a_fast_run_is_possible(page: Page) -> Iterator[str]:
+    for cell in page.tagged("parameters") if page.is_lesson else ():
+        try:
+            if not fast_parameters(cell.source):
+                yield "no parameter has a value for fast runs: NUM_PROMPTS = 32  # prompts; fast: 4"
+        except ValueError as error:
+            yield str(error)
 
 
 @rule

@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tools import run_demo
+from tools import run_demo, run_fast
 from tools.build_notebooks import ROOT, SETUP_CELL, assemble, build
 from tools.mutation_check import Fault, plant
 
@@ -24,7 +24,9 @@ SOURCE = """\
 # Words about counting.
 
 # %% tags=["parameters"]
-N = 3
+N = 3  # how far; fast: 2
+NAME = "fast:"
+LIST = [1, 2]  # fast: [1]
 
 # %% [markdown]
 # Some text.
@@ -146,6 +148,14 @@ def test_a_source_must_begin_with_its_title(tmp_path: Path) -> None:
     path.write_text("# %%\n1\n")
     with pytest.raises(ValueError, match="first cell must be markdown"):
         assemble(path, root=tmp_path)
+
+
+def test_fast_values_are_injected(source: Path, tmp_path: Path) -> None:
+    run_fast.run(source.with_suffix(".ipynb"), tmp_path / "fast.ipynb")
+    injected, = (cell.source for cell in nbformat.read(tmp_path / "fast.ipynb", as_version=4).cells
+                 if "injected-parameters" in cell.metadata.get("tags", []))
+    assert injected.splitlines()[1:] == ["N = 2", "LIST = [1]"]
+    assert run_demo.generated_text(nbformat.read(tmp_path / "fast.ipynb", as_version=4)) == "total 1"
 
 
 def test_demo_repeats_what_its_cells_printed(source: Path) -> None:

@@ -36,7 +36,7 @@ def good_notebook() -> NotebookNode:
     cells = [
         new_markdown_cell(INTRODUCTION),
         code(SETUP_CELL, "setup", prints="device: cpu\n"),
-        code("BLOCK_SIZE = 16", "parameters"),
+        code("BLOCK_SIZE = 16  # tokens; fast: 4", "parameters"),
         code("guess = predict(blocks=None)", "predict"),
         code("blocks = -(-33 // BLOCK_SIZE)\nprint(blocks)", "experiment", prints="3\n"),
         code("observe(guess, blocks=blocks)", prints="blocks  3\n"),
@@ -166,6 +166,9 @@ BAD: list[tuple[str, Callable[[NotebookNode], object]]] = [
     ("sections_are_there", swap_sections),
     ("parameters_follow_setup", lambda nb: nb.cells[2].metadata.pop("tags")),
     ("parameters_follow_setup", set_code("1", "parameters")),
+    ("a_fast_run_is_possible", edit(2, "; fast: 4", "")),
+    ("a_fast_run_is_possible", edit(2, "fast: 4", "fast: four")),
+    ("a_fast_run_is_possible", edit(2, "BLOCK_SIZE = 16", "BLOCK_SIZE = (\n16)")),
     ("predictions_are_open", edit(3, "None", "3")),
     ("predictions_are_open", edit(3, "predict(blocks=None)", "None")),
     ("predictions_are_open", lambda nb: nb.cells[3].metadata.pop("tags")),
