@@ -24,9 +24,11 @@ from tutorial_engine.notebook import observe, predict
 #
 # ```
 # outputs[0].outputs[0].finish_reason   "stop"
-# outputs[0].outputs[1].finish_reason   "length"          audit(outputs)  ->  {"stop": 1, "length": 3}
+# outputs[0].outputs[1].finish_reason   "length"
 # outputs[1].outputs[0].finish_reason   "length"
 # outputs[1].outputs[1].finish_reason   "length"
+#
+# audit(outputs)   {"stop": 1, "length": 3}
 # ```
 
 # %% tags=["exercise"]
@@ -131,7 +133,8 @@ finishing
 # 64 prompts on a pretended engine with a seat for each. Their answers have 3 to 10 tokens, but every 16th has 40.
 #
 # **Predict.** With `max_tokens=16` at first: how many rounds? How many steps does the engine make, all rounds together?
-# (In a round, it makes as many steps as its longest answer has tokens.) How many if `max_tokens` is 64 from the start?
+# (In a round, it makes as many steps as its longest answer has tokens, and one more for the token that ends it.) How
+# many if `max_tokens` is 64 from the start?
 
 # %% tags=["predict"]
 guess = predict(rounds=None, steps=None, steps_with_64_at_once=None)

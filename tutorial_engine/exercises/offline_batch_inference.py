@@ -91,7 +91,7 @@ def check_audit(answer: Answer) -> None:
     answer(outputs("stop")).gives({"stop": 1}, "where the reason stands: outputs[i].outputs[j].finish_reason.")
     answer(outputs("stop", "length", "stop")).gives({"stop": 2, "length": 1}, "the counting: one for each answer.")
     answer(outputs("stop+length", "length+length")).gives(
-        {"stop": 1, "length": 3}, "the second answers: with n=2, a prompt has two completions, and each has its reason.")
+        {"stop": 1, "length": 3}, "the second answers: with n=2 a prompt has two completions, and each has its reason.")
     answer(outputs("abort", "length")).gives({"abort": 1, "length": 1}, "reasons that you have not thought of: count "
                                                                         "whatever is there.")
 
