@@ -7,9 +7,8 @@
 # - finish what was cut off, without asking anybody twice who was done
 # - keep the engine full while you do so: one call for each round
 #
-# 25 minutes · difficulty ●●○ ·
-# after [Offline batch inference](../../notebooks/3_running_locally/02_offline_batch_inference.ipynb) · needs no GPU and
-# no model
+# 25 minutes · difficulty ●●○ · needs no GPU and no model ·
+# after [Offline batch inference](../../notebooks/3_running_locally/02_offline_batch_inference.ipynb)
 
 # %%
 from tutorial_engine import SamplingParams
