@@ -96,7 +96,7 @@ class Result:
         story = html.escape("\n".join(self.lines))
         font = "font-family: monospace; " if self.status == "not yet" else "font-family: inherit; "
         return (f'<div style="border-left: 5px solid {color}; padding: 2px 12px; text-align: left">'
-                f'<div><b style="color: {color}">{sign} {html.escape(self.name)}: {self.status}</b></div>'
+                f'<div><b><span style="color: {color}">{sign}</span> {html.escape(self.name)}: {self.status}</b></div>'
                 f'<pre style="{font}margin: 4px 0; white-space: pre-wrap; word-break: normal">{story}</pre>'
                 f"{advice}</div>")
 
