@@ -18,6 +18,7 @@ import gzip
 import itertools
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,7 +165,7 @@ class Trace:
             if version == FORMAT_VERSION:
                 trace.num_blocks, trace.block_size = int(content["num_blocks"]), int(content["block_size"])
                 trace.records = _expand(content["records"])
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, EOFError, gzip.zlib.error,
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, EOFError, zlib.error,
                 gzip.BadGzipFile) as error:
             raise ValueError(f"{path} is not a trace: Trace.save() did not write it, or it was changed since "
                              f"({type(error).__name__}: {error}).") from error
@@ -201,7 +202,8 @@ def public_id(internal_id: str) -> str:
 
 
 def _shrink(records: list[StepRecord]) -> list[dict[str, Any]]:
-    small, before = [], {}
+    small: list[dict[str, Any]] = []
+    before: dict[str, list[int]] = {}
     for record in records:
         entry = {name: value for name, value in vars(record).items() if value or name in _REQUIRED}
         if record.tables:

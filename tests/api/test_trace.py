@@ -193,7 +193,7 @@ def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", [0, 1, 3, "two"])
 def test_other_versions_are_refused(version: Any, tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(json.dumps({"version": version, "something": "else"}))
-    with pytest.raises(ValueError, match=rf"old\.json is a trace of version {version}, and this package reads version 2"):
+    with pytest.raises(ValueError, match=rf"old\.json is a trace of version {version}, and this package reads"):
         Trace.load(tmp_path / "old.json")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.viz.support import SVG, TWO_STEPS, busy_trace, crowded_trace, record, trace_of, words
+from tests.viz.support import TWO_STEPS, crowded_trace, record, trace_of, words
 from tools.draw_readme_picture import PICTURE, first_picture
 from tutorial_engine.trace import Trace
 from tutorial_engine.viz import block_table
@@ -55,7 +55,8 @@ def test_svg_says_the_same_as_the_text() -> None:
 
 def test_shared_block_has_a_band_for_each_holder() -> None:
     cell = re.search(r'<g transform="[^"]+" data-b="1">(.*?)</g>', block_table(TWO_STEPS, 0).svg)[1]
-    assert re.findall(r'<path class="(p\d)" d="([^"]+)"/>', cell) == [("p0", "M1 1h25v50h-25z"), ("p1", "M26 1h25v50h-25z")]
+    bands = re.findall(r'<path class="(p\d)" d="([^"]+)"/>', cell)
+    assert bands == [("p0", "M1 1h25v50h-25z"), ("p1", "M26 1h25v50h-25z")]
 
 
 def test_band_is_as_wide_as_the_block_is_full() -> None:

@@ -158,8 +158,8 @@ class Layout:
 
 
 def _tables_height(state: PoolState) -> int:
-    rows = [-(-len(cells_shown(len(state.tables[request]))) // TABLE_COLUMNS) for request in list(state.tables)[:MAX_TABLES]]
-    return sum(28 + 44 * n for n in rows) + 18 * len(remarks(state))
+    cells = [len(cells_shown(len(table))) for table in list(state.tables.values())[:MAX_TABLES]]
+    return sum(28 + 44 * -(-n // TABLE_COLUMNS) for n in cells) + 18 * len(remarks(state))
 
 
 def _idle_text(state: PoolState, first: int, last: int) -> str:

@@ -221,7 +221,7 @@ class _Chart:
             yield text(LEFT, self.bottom + 10, f"and {len(self.rows) - MAX_ROWS} more requests", "h")
 
     def _legend(self) -> Iterator[str]:
-        x, y = 16, self.height - 36
+        x, y = 16.0, self.height - 36
         for style, words in ((STYLES["prefill"], "prefill: prompt tokens"), (STYLES["decode"], "decode: one a step"),
                              (f"p{CACHED}", "found in the cache"), (STYLES["recompute"], "computed again"),
                              ("w", "waits"), ("×", "preempted")):
@@ -233,8 +233,8 @@ class _Chart:
         """One letter for each request and step; of a long trace, for each few steps."""
         every = -(-self.num_steps // MAX_TEXT_COLUMNS)
         width = max((len(request) for request in self.rows), default=1)
-        lines = [self.title, "", f"P prefill, D decode, R computed again, . waits, x preempted, - has a seat; one column "
-                 + ("is a step" if every == 1 else f"is {every} steps")]
+        lines = [self.title, "", "P prefill, D decode, R computed again, . waits, x preempted, - has a seat; "
+                 "one column " + ("is a step" if every == 1 else f"is {every} steps")]
         for request, cells in itertools.islice(self.rows.items(), MAX_ROWS):
             letters = ""
             for i in range(0, self.num_steps, every):

@@ -12,7 +12,7 @@ inside a page it also follows the theme of JupyterLab, Colab or VS Code, whateve
 LIGHT = ("#ffffff", "#1a1a1a", "#595959", "#c4c4c4", "#ececec",
          "#74c3ec", "#f2b134", "#4fc3a1", "#dd9cbf", "#f3e868", "#ee9a5b")  # fmt: skip
 DARK = ("#1b1e22", "#f4f4f4", "#b8b8b8", "#565c63", "#2f343a",
-        "#1f6fa3", "#8a5a00", "#0b6b4f", "#96507b", "#6b6420", "#a8430f")  # fmt: skip
+        "#0261cd", "#915f0a", "#014f37", "#ae2e7c", "#786638", "#602e01")  # fmt: skip
 NAMES = ("p", "i", "g", "l", "f", "0", "1", "2", "3", "4", "5")
 NUM_COLORS = 6
 
@@ -29,13 +29,13 @@ def _in_pages(selectors: str, theme: str) -> str:
 
 
 # t: title, h: heading, s: line of text, n: large number, b: bold, g: grey; p0 ... p5: filled with a colour; c: a box,
-# d: dashed, z: faint, w: hatched, m: a line on coloured ground.
+# l: pale, d: dashed, z: faint, w: hatched, k: a line of ink, bg: the paper.
 SHAPES = (
     ".te text{font:10px Helvetica,Arial,sans-serif;fill:var(--i);text-anchor:middle}"
     ".te .t{font-size:15px;font-weight:bold;text-anchor:start}.te .h,.te .s{font-size:12px;text-anchor:start}"
     ".te .h,.te .g{fill:var(--g)}.te .n{font-size:15px}.te .b{font-weight:bold}.te .e{text-anchor:end}"
     ".te .bg{fill:var(--p)}.te .c{fill:var(--p);stroke:var(--g);stroke-width:1.2}.te .z{fill:var(--f);stroke:var(--l)}"
-    ".te .l{stroke:var(--l)}.te .d{stroke-dasharray:3 2}.te .m{stroke:var(--p);fill:none}.te .k{stroke:var(--i);fill:none}"
+    ".te .l{stroke:var(--l)}.te .d{stroke-dasharray:3 2}.te .k{stroke:var(--i);fill:none}"
     ".te .w{fill:url(#te-w);stroke:var(--l)}.te .wl{stroke:var(--g)}"
     + "".join(f".te .p{n}{{fill:var(--{n})}}" for n in range(NUM_COLORS)))  # fmt: skip
 
