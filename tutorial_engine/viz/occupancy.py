@@ -14,14 +14,15 @@ from dataclasses import dataclass
 
 from tutorial_engine.trace import StepRecord, Trace
 from tutorial_engine.viz.activity import Activity, activities
+from tutorial_engine.viz.axis import LEFT, WIDTH, Steps, num_steps_up_to
 from tutorial_engine.viz.palette import CACHED, DECODE, PREFILL, RECOMPUTE
 from tutorial_engine.viz.picture import Picture, box, document, text
 from tutorial_engine.viz.player import Player, steps_to_show
 
 STYLES = {"prefill": f"p{PREFILL}", "decode": f"p{DECODE}", "recompute": f"p{RECOMPUTE}", "waiting": "w", "held": "z"}
 LETTERS = {"prefill": "P", "decode": "D", "recompute": "R", "waiting": ".", "held": "-"}
-LEFT, TOP, STRIP, WIDTH = 92, 56, 44, 844  # pixels
-MAX_COLUMN, MAX_ROWS, MAX_TEXT_COLUMNS = 26, 120, 100
+TOP, STRIP = 56, 44  # pixels
+MAX_ROWS = 120
 
 
 @dataclass
@@ -57,14 +58,12 @@ def batch_occupancy(trace: Trace, step: int | None = None) -> Picture:
     Raises:
         ValueError: the trace has no such step.
     """
-    if not trace.records or (step is not None and not -len(trace) <= step < len(trace)):
-        raise ValueError(f"There is no step {-1 if step is None else step} in this trace of {len(trace)} steps.")
-    num_steps = len(trace) if step is None else step % len(trace) + 1
+    num_steps = num_steps_up_to(trace, step)
     chart = _Chart(trace, num_steps)
     if step is not None:
         return Picture(chart.svg, chart.text)
     steps = steps_to_show(trace)
-    xs = [round(chart.x(i), 1) for i in [*steps, num_steps]]
+    xs = [round(chart.steps.x(i), 1) for i in [*steps, num_steps]]
     return Player(chart.svg, chart.text, "strip", len(steps), f"Batch occupancy, {num_steps} steps",
                   {"w": WIDTH, "h": chart.height, "xs": xs, "y0": TOP - 4, "y1": chart.bottom,
                    "say": [describe(trace.records[i]) for i in steps], "tips": chart.tips})
@@ -115,7 +114,7 @@ class _Chart:
         self.records, self.num_steps = trace.records[:num_steps], num_steps
         rows = activities(trace)
         self.rows = {request: cells for request, cells in rows.items() if any(i < num_steps for i in cells)}
-        self.column = min(MAX_COLUMN, (WIDTH - LEFT - 16) / num_steps)
+        self.steps = Steps(num_steps)
         shown = min(len(self.rows), MAX_ROWS)
         self.row = 20 if shown <= 24 else max(5, 480 // shown)
         self.first_row = TOP + 2 * STRIP + 22
@@ -124,9 +123,6 @@ class _Chart:
         self.tips: list[str] = []
         self.svg = self._svg()
         self.text = self._text()
-
-    def x(self, step: int) -> float:
-        return LEFT + step * self.column
 
     @property
     def title(self) -> str:
@@ -137,7 +133,8 @@ class _Chart:
                 f"{tokens:,} tokens computed" + (f", {again} preemption{'s' * (again != 1)}" if again else ""))
 
     def _svg(self) -> str:
-        parts = [text(16, 26, self.title, "t"), *self._strips(), *self._rows(), *self._axis(), *self._legend()]
+        parts = [text(16, 26, self.title, "t"), *self._strips(), *self._rows(), *self.steps.labels(self.first_row - 6),
+                 *self._legend()]
         return document(WIDTH, self.height, self.title, "".join(parts))
 
     def _strips(self) -> Iterator[str]:
@@ -155,12 +152,12 @@ class _Chart:
         yield text(LEFT - 8, base - 20, "requests", "e")
         yield text(LEFT - 8, base - 8, f"most {max(n for n, _ in crowd):,} run", "e g")
         yield text(LEFT - 8, base + 4, f"{max(n for _, n in crowd):,} wait", "e g")
-        yield self._area([(0, n) for n, _ in crowd], f"p{DECODE}", base, most)
-        yield self._area([(n, n + m) for n, m in crowd], "w", base, most)
+        yield self.steps.area([(0, n) for n, _ in crowd], f"p{DECODE}", base, (STRIP - 14) / most)
+        yield self.steps.area([(n, n + m) for n, m in crowd], "w", base, (STRIP - 14) / most)
 
     def _bars(self, kind: str, base: int, most: int) -> str:
         order = ("decode", "recompute", "prefill")
-        spans = []
+        spans: list[tuple[float, float]] = []
         for i in range(self.num_steps):
             sums = dict.fromkeys(order, 0)
             for cells in self.rows.values():
@@ -168,18 +165,7 @@ class _Chart:
                     sums[cell.kind] += cell.tokens
             below = sum(sums[k] for k in order[:order.index(kind)])
             spans.append((below, below + sums[kind]))
-        return self._area(spans, STYLES[kind], base, most)
-
-    def _area(self, spans: list[tuple[int, int]], style: str, base: int, most: int) -> str:
-        """Columns from low to high, as one path; equal neighbours are joined."""
-        scale, path, i = (STRIP - 14) / most, [], 0
-        for span, group in itertools.groupby(spans):
-            n = len(list(group))
-            if span[1] > span[0]:
-                path.append(f"M{self.x(i):.1f} {base - scale * span[0]:.1f}h{n * self.column:.1f}"
-                            f"v{-scale * (span[1] - span[0]):.1f}h{-n * self.column:.1f}z")
-            i += n
-        return f'<path class="{style}" d="{"".join(path)}"/>' if path else ""
+        return self.steps.area(spans, STYLES[kind], base, (STRIP - 14) / most)
 
     def _rows(self) -> Iterator[str]:
         y = self.first_row
@@ -187,14 +173,16 @@ class _Chart:
             if self.row >= 10:
                 name = f"req {request}"
                 yield text(LEFT - 8, y + self.row / 2 + 3, name if len(name) <= 13 else name[:12] + "…", "e")
-            for run in runs(cells, self.num_steps, join=self.column < 6):
+            for run in runs(cells, self.num_steps, join=self.steps.column < 6):
                 yield self._run(run, y)
                 self.tips.append(run.says(request))
             y += self.row
+        if len(self.rows) > MAX_ROWS:
+            yield text(LEFT, self.bottom + 10, f"and {len(self.rows) - MAX_ROWS} more requests", "h")
 
     def _run(self, run: Run, y: float) -> str:
-        x, width, height = self.x(run.first), (run.last - run.first + 1) * self.column, self.row - 3
-        gap = 1 if self.column > 3 else 0
+        x, width = self.steps.x(run.first), (run.last - run.first + 1) * self.steps.column
+        height, gap = self.row - 3, int(self.steps.column > 3)
         a = run.activity
         parts = [f'<rect class="r {STYLES[a.kind]}" x="{x:.1f}" y="{y:g}" width="{max(width - gap, 0.7):.1f}" '
                  f'height="{height}"/>']
@@ -212,14 +200,6 @@ class _Chart:
                          f'pointer-events="none">{word}</text>')
         return "".join(parts)
 
-    def _axis(self) -> Iterator[str]:
-        every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10**9) if n * self.column >= 26)
-        for step in range(0, self.num_steps, every):
-            yield text(self.x(step) + min(self.column, 24) / 2, self.first_row - 6, str(step), "g")
-        yield text(LEFT - 8, self.first_row - 6, "step", "e g")
-        if len(self.rows) > MAX_ROWS:
-            yield text(LEFT, self.bottom + 10, f"and {len(self.rows) - MAX_ROWS} more requests", "h")
-
     def _legend(self) -> Iterator[str]:
         x, y = 16.0, self.height - 36
         for style, words in ((STYLES["prefill"], "prefill: prompt tokens"), (STYLES["decode"], "decode: one a step"),
@@ -231,7 +211,7 @@ class _Chart:
 
     def _text(self) -> str:
         """One letter for each request and step; of a long trace, for each few steps."""
-        every = -(-self.num_steps // MAX_TEXT_COLUMNS)
+        every = self.steps.per_letter
         width = max((len(request) for request in self.rows), default=1)
         lines = [self.title, "", "P prefill, D decode, R computed again, . waits, x preempted, - has a seat; "
                  "one column " + ("is a step" if every == 1 else f"is {every} steps")]

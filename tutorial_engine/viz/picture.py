@@ -56,7 +56,8 @@ def document(width: float, height: float, label: str, body: str) -> str:
     """A complete SVG document. `label` is what a screen reader says."""
     return (f'<svg xmlns="http://www.w3.org/2000/svg" class="te" width="{width:g}" height="{height:g}" '
             f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{html.escape(label)}">'
-            f'<style>{IMAGE_CSS}</style>{HATCH}<rect class="bg" width="{width:g}" height="{height:g}" rx="8"/>{body}</svg>')
+            f'<style>{IMAGE_CSS}</style>{HATCH}'
+            f'<rect class="bg" width="{width:g}" height="{height:g}" rx="8"/>{body}</svg>')
 
 
 def text(x: float, y: float, words: str, style: str = "") -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tutorial_engine.trace import Trace
+from tutorial_engine.viz.axis import num_steps_up_to
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,7 @@ class PoolState:
 
 def pool_state(trace: Trace, step: int) -> PoolState:
     """Look one step up; it may be negative. Raises ValueError if the trace has no such step."""
-    if not -len(trace) <= step < len(trace):
-        raise ValueError(f"There is no step {step} in this trace of {len(trace)} steps. Record some with `with "
-                         "Trace(llm) as trace: llm.generate(...)`; count from 0, or from the end with -1.")
-    return next(pool_states(trace, [step % len(trace)]))
+    return next(pool_states(trace, [num_steps_up_to(trace, step) - 1]))
 
 
 def pool_states(trace: Trace, steps: Iterable[int]) -> Iterator[PoolState]:
