@@ -9,11 +9,11 @@ import pytest
 
 from tests.viz.support import TWO_STEPS, busy_trace, record, trace_of
 from tutorial_engine.trace import Trace
-from tutorial_engine.viz import batch_occupancy, block_table
+from tutorial_engine.viz import batch_occupancy, block_table, memory_map, timeline
 from tutorial_engine.viz.palette import DARK, LIGHT, NAMES, NUM_COLORS
 from tutorial_engine.viz.player import MAX_FRAMES, steps_to_show
 
-VIEWS = [block_table, batch_occupancy]
+VIEWS = [block_table, batch_occupancy, memory_map, timeline]
 
 
 def payload(page: str) -> dict:

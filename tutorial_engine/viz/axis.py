@@ -12,6 +12,20 @@ LEFT, RIGHT, WIDTH, MAX_COLUMN = 92, 16, 844, 26  # pixels
 MAX_TEXT_COLUMNS = 100
 
 
+def rectangle(style: str, x: float, y: float, width: float, height: float, hover: bool = True) -> str:
+    """A rectangle, as short as can be: there are many. `hover`: it has an entry in the player's list of tips."""
+    width = max(width, 0.7)
+    return (f'<path class="{"r " if hover else ""}{style}" d="M{_short(x)} {_short(y)}h{_short(width)}v{_short(height)}'
+            f'h{_short(-width)}z"{"" if hover else _NO_HOVER}/>')
+
+
+def _short(number: float) -> str:
+    return f"{number:.1f}".removesuffix(".0")
+
+
+_NO_HOVER = ' pointer-events="none"'
+
+
 class Steps:
     """Where the steps are.
 

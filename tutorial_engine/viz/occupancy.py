@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tutorial_engine.trace import StepRecord, Trace
 from tutorial_engine.viz.activity import Activity, activities
-from tutorial_engine.viz.axis import LEFT, WIDTH, Steps, num_steps_up_to
+from tutorial_engine.viz.axis import LEFT, WIDTH, Steps, num_steps_up_to, rectangle
 from tutorial_engine.viz.palette import CACHED, DECODE, PREFILL, RECOMPUTE
 from tutorial_engine.viz.picture import Picture, box, document, text
 from tutorial_engine.viz.player import Player, steps_to_show
@@ -184,12 +184,10 @@ class _Chart:
         x, width = self.steps.x(run.first), (run.last - run.first + 1) * self.steps.column
         height, gap = self.row - 3, int(self.steps.column > 3)
         a = run.activity
-        parts = [f'<rect class="r {STYLES[a.kind]}" x="{x:.1f}" y="{y:g}" width="{max(width - gap, 0.7):.1f}" '
-                 f'height="{height}"/>']
+        parts = [rectangle(STYLES[a.kind], x, y, width - gap, height)]
         if a.cached and a.tokens:  # the part of the prompt that need not be computed
             part = round(height * a.cached / (a.cached + a.tokens))
-            parts.append(f'<rect class="p{CACHED}" x="{x:.1f}" y="{y + height - part:g}" '
-                         f'width="{max(width - gap, 0.7):.1f}" height="{part}" pointer-events="none"/>')
+            parts.append(rectangle(f"p{CACHED}", x, y + height - part, width - gap, part, hover=False))
         if a.preempted:
             parts.append(f'<path class="k" d="M{x + 1:.1f} {y:g}l{height / 2:g} {height}m0 {-height}l{-height / 2:g} '
                          f'{height}" pointer-events="none"/>')

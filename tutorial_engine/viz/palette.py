@@ -33,7 +33,8 @@ def _in_pages(selectors: str, theme: str) -> str:
 SHAPES = (
     ".te text{font:10px Helvetica,Arial,sans-serif;fill:var(--i);text-anchor:middle}"
     ".te .t{font-size:15px;font-weight:bold;text-anchor:start}.te .h,.te .s{font-size:12px;text-anchor:start}"
-    ".te .h,.te .g{fill:var(--g)}.te .n{font-size:15px}.te .b{font-weight:bold}.te .e{text-anchor:end}"
+    ".te .h,.te .g{fill:var(--g)}.te .n{font-size:15px}.te .b{font-weight:bold}"
+    ".te text.e{text-anchor:end}"
     ".te .bg{fill:var(--p)}.te .c{fill:var(--p);stroke:var(--g);stroke-width:1.2}.te .z{fill:var(--f);stroke:var(--l)}"
     ".te .l{stroke:var(--l)}.te .d{stroke-dasharray:3 2}.te .k{stroke:var(--i);fill:none}"
     ".te .w{fill:url(#te-w);stroke:var(--l)}.te .wl{stroke:var(--g)}"
