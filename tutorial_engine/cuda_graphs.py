@@ -1,8 +1,8 @@
 """Whole decode steps as CUDA graphs: one launch instead of several hundred.
 
     step of n requests, one token each      graph of the next larger size, recorded once
-    ids, positions, tables  --copy-->  fixed buffers  --replay-->  all layers, LM head, sampling  -->  ids, fixed too
-                                       rows n.. are padding: position 0 of the null block
+    ids, positions, rows  --copy-->  fixed buffers  --replay-->  all layers, LM head, sampling  -->  ids, fixed too
+                                     n.. is padding: position 0 of the null block
 
 A GPU finishes a small model's kernel faster than Python can launch the next one (10 to 17 microseconds each), so an
 eager step is launch-bound. A graph replays the recorded launches without Python; the price is that shapes and addresses
@@ -13,14 +13,16 @@ Owns: the buffers, recording, replaying. Does not own: what a step computes (`mo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tutorial_engine.config import EngineConfig
+from tutorial_engine.input_batch import InputBatch
 from tutorial_engine.kv_cache import KVCache
 
 if TYPE_CHECKING:
@@ -33,34 +35,34 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [*sizes, *range(8, max_num_seqs, 8), max_num_seqs]
 
 
+# In place of an input id: the newest token of that row, which only the device may know yet.
+LAST_TOKEN = -1
+
+
 class DecodeGraphs:
     """Records and replays.
 
     Args:
-        model, kv_cache: whose addresses the graphs remember: neither may be replaced.
-        max_blocks: columns of a block table.
+        model, kv_cache, input_batch: whose addresses the graphs remember: none may be replaced.
     """
 
-    def __init__(self, config: EngineConfig, model: Decoder, kv_cache: KVCache, max_blocks: int) -> None:
-        self.model, self.kv_cache = model, kv_cache
+    def __init__(self, config: EngineConfig, model: Decoder, kv_cache: KVCache, input_batch: InputBatch) -> None:
+        self.model, self.kv_cache, self.input_batch = model, kv_cache, input_batch
         self.block_size = config.block_size
         self.use_dot = torch.cuda.get_device_capability(model.device) >= (8, 0)
         self.sizes = graph_sizes(config.max_num_seqs)
         rows = self.sizes[-1]
-        # Pinned, so that a copy to the device does not wait for the host.
-        self.host = self._buffers(rows, max_blocks, pin_memory=True)
-        self.device = self._buffers(rows, max_blocks, device=model.device)
+        self.numbers = torch.zeros(4 * rows, dtype=torch.int64, device=model.device)
+        self.temperatures = torch.zeros(rows, device=model.device)
+        # Pinned, so that a copy to the device does not wait for the host; and two of each, because the device may read
+        # those of one step while the host writes those of the next.
+        self._host = deque((torch.zeros(4 * rows, dtype=torch.int64, pin_memory=True),
+                            torch.zeros(rows, pin_memory=True)) for _ in range(2))
         # One for all sizes: vocabularies are large.
         self.logits = torch.empty(rows, model.config.vocab_size, dtype=model.dtype, device=model.device)
         self.sampled: dict[int, torch.Tensor] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._record()
-
-    @staticmethod
-    def _buffers(rows: int, max_blocks: int, **where: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(input ids, positions and noise keys [3, rows], temperatures [rows], block tables [rows, max_blocks])."""
-        return (torch.zeros(3, rows, dtype=torch.int64, **where), torch.zeros(rows, **where),
-                torch.zeros(rows, max_blocks, dtype=torch.int32, **where))
 
     @torch.inference_mode()
     def _record(self) -> None:
@@ -79,16 +81,17 @@ class DecodeGraphs:
         """What is recorded: fills `logits[:size]` and returns the token ids, [size]."""
         from tutorial_engine.kernels import fused
 
-        numbers, temperatures, tables = self.device
-        ids, positions, keys = numbers[:, :size].unbind(0)
-        tables, block_size = tables[:size], self.block_size
+        ids, positions, keys, rows = self.numbers[:4 * size].view(4, size).unbind(0)
+        last_token_ids, block_size = self.input_batch.last_token_ids, self.block_size
+        ids = torch.where(ids == LAST_TOKEN, last_token_ids[rows], ids)
+        tables = self.input_batch.device_block_table[rows]
         slots = tables.gather(1, positions[:, None] // block_size)[:, 0].long() * block_size + positions % block_size
-        lens = (positions + 1).int()
-        splits = self._num_splits(size)
-        attend = partial(self._attend, fused.decode_attention, tables, lens, splits)
+        attend = partial(self._attend, fused.decode_attention, tables, (positions + 1).int(), self._num_splits(size))
         hidden = self.model.forward_fused(ids, positions, slots, self.kv_cache, attend)
         logits = torch.mm(hidden, self.model.lm_head.weight.t(), out=self.logits[:size])
-        return fused.gumbel_sample(logits, temperatures[:size], keys)
+        sampled = fused.gumbel_sample(logits, self.temperatures[:size], keys)
+        last_token_ids[rows] = sampled
+        return sampled
 
     def _attend(self, kernel: Callable[..., torch.Tensor], tables: torch.Tensor, lens: torch.Tensor, splits: int,
                 query: torch.Tensor, layer: int) -> torch.Tensor:
@@ -102,23 +105,26 @@ class DecodeGraphs:
             splits *= 2
         return splits
 
-    def replay(self, input_ids: np.ndarray, positions: np.ndarray, temperatures: np.ndarray, keys: np.ndarray,
-               tables: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def replay(self, input_ids: np.ndarray, positions: np.ndarray, keys: np.ndarray, rows: np.ndarray,
+               temperatures: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """One step for n requests.
 
         Args:
-            input_ids, positions, keys: [n] int64. temperatures: [n] float. tables: [n, max_blocks] block ids.
+            input_ids, positions, keys, rows: [n] int64, an id may be LAST_TOKEN; rows of the input batch.
+            temperatures: [n] float32.
 
         Returns:
             (logits [n, vocab_size], sampled ids [n] int64), both overwritten by the next step.
         """
         n = len(input_ids)
         size = next(s for s in self.sizes if s >= n)
-        numbers, host_temperatures, host_tables = (buffer.numpy() for buffer in self.host)
-        numbers[:, :n], numbers[:, n:size] = (input_ids, positions, keys), 0
-        host_temperatures[:n], host_tables[:n], host_tables[n:size] = temperatures, tables, 0
-        for host, device in zip(self.host, self.device):
-            rows = np.s_[:, :size] if host is self.host[0] else np.s_[:size]
-            device[rows].copy_(host[rows], non_blocking=True)
+        self._host.rotate()
+        numbers, host_temperatures = self._host[0]
+        table = numbers[:4 * size].view(4, size).numpy()
+        table[:, :n] = input_ids, positions, keys, rows
+        table[:3, n:], table[3, n:] = 0, self.input_batch.padding_row
+        host_temperatures[:n] = torch.from_numpy(temperatures)
+        self.numbers[:4 * size].copy_(numbers[:4 * size], non_blocking=True)
+        self.temperatures[:size].copy_(host_temperatures[:size], non_blocking=True)
         self._graphs[size].replay()
         return self.logits[:n], self.sampled[size][:n]

@@ -169,8 +169,8 @@ class Decoder(nn.Module):
         return fused.add_rms_norm(delta, residual, self.norm, self.eps)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits in float32, [rows, vocab_size]; only rows that choose a token need them."""
-        return self.lm_head(hidden).float()
+        """Logits, [rows, vocab_size] in the model's dtype; only rows that choose a token need them."""
+        return self.lm_head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy a checkpoint's tensors in, by Hugging Face's names. Every weight must come exactly once.
