@@ -106,9 +106,9 @@ class Tab:
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
-    def wait(self, expression: str, patience: float = PATIENCE_S) -> Any:
+    def wait(self, expression: str, patience: float = PATIENCE_S) -> None:
         """Wait until a JavaScript expression is true."""
-        return wait_for(lambda: self.js(expression), expression, patience)
+        wait_for(lambda: self.js(f"!!({expression})"), expression, patience)
 
     def place(self, element: str, across: float = 0.5, down: float = 0.5) -> tuple[float, float]:
         """Where an element (a JavaScript expression) is in the window, after it was scrolled into view."""
