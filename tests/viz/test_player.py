@@ -44,7 +44,7 @@ def test_one_piece_of_html_with_an_image_and_a_text(view) -> None:
     player = view(busy_trace(40))
     bundle = player._repr_mimebundle_()
     assert set(bundle) == {"text/html", "text/plain"} and bundle["text/plain"] == repr(player)
-    assert "steps" in bundle["text/plain"].splitlines()[0] and "the last one" in bundle["text/plain"].splitlines()[0]
+    assert "40 steps" in bundle["text/plain"].splitlines()[0]
     page = bundle["text/html"]
     assert [page.count(tag) for tag in ("<img ", "<script>", "</script>", "<style>", "</style>")] == [1] * 5
     assert page.index("<img ") < page.index("<style>") < page.index("<script>") and 'aria-label="' in page
@@ -68,6 +68,13 @@ def test_long_traces_are_thinned_out() -> None:
     trace = trace_of(*[record(i, tables={"0": [1 + i % 7]}, lengths={"0": 4}) for i in range(1000)])
     page = payload(block_table(trace).html)
     assert page["num"] == len(page["frames"]) <= MAX_FRAMES and page["frames"][-1][0] == 999
+
+
+def test_the_block_table_begins_where_most_is_to_be_seen() -> None:
+    player = block_table(trace_of(*TWO_STEPS.records, record(2, tables={"2": [1]}, lengths={"2": 3})))
+    assert player._payload["at"] == 0 and "Step 0: 3 blocks in use" in player.text and "Step 0: 3 blocks" in player.svg
+    assert block_table(trace_of(record(0), *TWO_STEPS.records))._payload["at"] == 1
+    assert batch_occupancy(TWO_STEPS)._payload["at"] == 1  # the whole picture is there from the beginning
 
 
 def test_saved_as_a_page_or_as_an_image(tmp_path: Path) -> None:

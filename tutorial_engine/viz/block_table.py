@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tutorial_engine.trace import Trace
+from tutorial_engine.viz.axis import num_steps_up_to
 from tutorial_engine.viz.palette import NUM_COLORS
 from tutorial_engine.viz.picture import Picture, box, document, text
 from tutorial_engine.viz.player import Player, steps_to_show
@@ -41,7 +42,8 @@ def block_table(trace: Trace, step: int | None = None) -> Picture:
 
     Args:
         trace: a recorded run.
-        step: which of its steps; negative ones count from the end. None: all of them, as a player.
+        step: which of its steps; negative ones count from the end. None: all of them, as a player that begins with
+            the one in which most blocks are in use.
 
     Returns:
         A `Picture`. Tables are as they were while the model ran in a step; "#", the free queue and "waits" are as they
@@ -54,12 +56,12 @@ def block_table(trace: Trace, step: int | None = None) -> Picture:
         state = pool_state(trace, step)
         layout = Layout.of([state])
         return Picture(layout.document(state), layout.text(state))
-    last = pool_state(trace, -1)
-    steps = steps_to_show(trace)
-    states = list(pool_states(trace, steps))
+    num_steps = num_steps_up_to(trace, None)
+    states = list(pool_states(trace, steps_to_show(trace)))
     layout = Layout.of(states)
-    return Player(layout.document(last), layout.text(last), "block_table", len(steps),
-                  f"Block table, steps 0 to {last.step}", _payload(states, layout))
+    fullest = max(range(len(states)), key=lambda i: len(states[i].owners))
+    return Player(layout.document(states[fullest]), layout.text(states[fullest]), "block_table", len(states),
+                  f"Block table, {num_steps:,} steps; the fullest pool:", _payload(states, layout), fullest)
 
 
 # ---------------------------------------------------------------------- words

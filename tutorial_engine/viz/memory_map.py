@@ -44,7 +44,7 @@ def memory_map(trace: Trace, step: int | None = None, *, reserve: int | None = N
     if step is not None:
         return Picture(chart.svg, chart.text)
     steps = steps_to_show(trace)
-    return Player(chart.svg, chart.text, "strip", len(steps), f"KV memory map, {num_steps} steps",
+    return Player(chart.svg, chart.text, "strip", len(steps), f"KV memory map, {num_steps:,} steps",
                   {"w": WIDTH, "h": chart.height, "xs": [round(chart.steps.x(i), 1) for i in [*steps, num_steps]],
                    "y0": TOP, "y1": chart.bottom, "say": [chart.describe(chart.states[i]) for i in steps],
                    "tips": chart.tips})

@@ -64,7 +64,7 @@ def batch_occupancy(trace: Trace, step: int | None = None) -> Picture:
         return Picture(chart.svg, chart.text)
     steps = steps_to_show(trace)
     xs = [round(chart.steps.x(i), 1) for i in [*steps, num_steps]]
-    return Player(chart.svg, chart.text, "strip", len(steps), f"Batch occupancy, {num_steps} steps",
+    return Player(chart.svg, chart.text, "strip", len(steps), f"Batch occupancy, {num_steps:,} steps",
                   {"w": WIDTH, "h": chart.height, "xs": xs, "y0": TOP - 4, "y1": chart.bottom,
                    "say": [describe(trace.records[i]) for i in steps], "tips": chart.tips})
 

@@ -15,7 +15,7 @@ for (const root of document.querySelectorAll(`[data-te="${P.id}"]:not([data-on])
     `width:100%;max-width:${P.w}px;display:block`})) box.setAttribute(k, v);
   const note = make('div', {}, 'font:12px sans-serif;min-height:18px;padding:2px 4px');
   old.replaceWith(bar, box, note);
-  let at = N - 1, timer = 0, over = null;
+  let at = P.at, timer = 0, over = null;
   const show = i => {
     at = Math.max(0, Math.min(N - 1, i));
     box.innerHTML = P.hatch + `<rect class="bg" width="${P.w}" height="${P.h}" rx="8"/>` + V.svg(at);

@@ -1,7 +1,7 @@
 """`Player`: a picture that moves. One self-contained piece of HTML; no kernel, no network, no extension of Jupyter.
 
     <div data-te="5f3a...">              named by a hash of its content: the same trace gives the same bytes
-      <img src="data:...">               the last step: all that an untrusted clone, GitHub or an e-mail shows
+      <img src="data:...">               one step: all that an untrusted clone, GitHub or an e-mail shows
       <style> <script>                   replaces the image by a slider, buttons and a drawing made from data
 
 The script knows one kind of view: {svg(i), say(i), tip(target, i, root)}: the drawing, the sentence and what hovering
@@ -27,21 +27,22 @@ HINT = "hover for details; keys: ← → step, Home End, Space play"
 
 
 class Player(Picture):
-    """All steps of a trace; as an image, the last one.
+    """All steps of a trace; as an image, one of them.
 
     Args:
-        svg, text: of the last step.
+        svg, text: of that one.
         view: the name of the JavaScript file that draws.
-        num_frames: how many there are.
+        num_frames: how many there are. start: the one that the image shows, and the player at first.
         label: what a screen reader says, also in front of `text`.
         payload: what the view needs, as JSON. Width "w" and height "h" of the drawing are among it.
     """
 
-    def __init__(self, svg: str, text: str, view: str, num_frames: int, label: str, payload: dict[str, Any]) -> None:
-        super().__init__(svg, f"{label}; the last one:\n{text}")
+    def __init__(self, svg: str, text: str, view: str, num_frames: int, label: str, payload: dict[str, Any],
+                 start: int | None = None) -> None:
+        super().__init__(svg, f"{label}\n{text}")
         self._view, self._label = view, label
-        self._payload = payload | {"num": num_frames, "ms": max(66, min(400, 15_000 // num_frames)), "hatch": HATCH,
-                                   "hint": HINT}
+        self._payload = payload | {"num": num_frames, "at": num_frames - 1 if start is None else start,
+                                   "ms": max(66, min(400, 15_000 // num_frames)), "hatch": HATCH, "hint": HINT}
 
     @property
     def html(self) -> str:
@@ -57,7 +58,7 @@ class Player(Picture):
                 f'<script>(P=>{{{script}}})({content})</script></div>')
 
     def save(self, path: str | Path) -> None:
-        """Write the player as a page if the name ends in ".html", else the last step as SVG."""
+        """Write the player as a page if the name ends in ".html", else the image as SVG."""
         if not str(path).endswith(".html"):
             return super().save(path)
         Path(path).write_text('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" '

@@ -103,7 +103,7 @@ def timeline(trace: Trace, step: int | None = None, *, clock: str = "steps") -> 
         return Picture(chart.svg, chart.text)
     steps = steps_to_show(trace)
     xs = [*(round(chart.x(chart.began(i)), 1) for i in steps), round(chart.x(chart.end), 1)]
-    return Player(chart.svg, chart.text, "strip", len(steps), f"Timeline of the requests, {num_steps} steps",
+    return Player(chart.svg, chart.text, "strip", len(steps), f"Timeline of the requests, {num_steps:,} steps",
                   {"w": WIDTH, "h": chart.height, "xs": xs, "y0": TOP, "y1": chart.bottom,
                    "say": [describe(trace.records[i]) for i in steps], "tips": chart.tips})
 
