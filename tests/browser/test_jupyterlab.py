@@ -219,7 +219,7 @@ def test_an_untrusted_copy_shows_images(lab: tuple[Tab, str, Path]) -> None:
     wait_for(lambda: "data-te" in (folder / "run.ipynb").read_text(), "the file to be saved")
     notebook = nbformat.read(folder / "run.ipynb", as_version=4)
     displays = [o for cell in notebook.cells for o in cell.outputs if "data-te" in str(o.get("data"))]
-    assert len(displays) == 3 and all("fullest pool" in o.data["text/plain"] or "Batch occupancy" in o.data["text/plain"]
+    assert len(displays) == 3 and all("from the fullest" in o.data["text/plain"] or "Batch occupancy" in o.data["text/plain"]
                                       for o in displays)
     notebook.cells.append(nbformat.v4.new_markdown_cell("Somebody else's file: no signature of ours fits it."))
     nbformat.write(notebook, folder / "copy.ipynb")

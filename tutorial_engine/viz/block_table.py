@@ -61,7 +61,7 @@ def block_table(trace: Trace, step: int | None = None) -> Picture:
     layout = Layout.of(states)
     fullest = max(range(len(states)), key=lambda i: len(states[i].owners))
     return Player(layout.document(states[fullest]), layout.text(states[fullest]), "block_table", len(states),
-                  f"Block table, {num_steps:,} steps; the fullest pool:", _payload(states, layout), fullest)
+                  f"Block table, {num_steps:,} steps, from the fullest", _payload(states, layout), fullest)
 
 
 # ---------------------------------------------------------------------- words

@@ -123,7 +123,7 @@ class Knobs:
         import ipywidgets
 
         given = self.settings
-        style = {"style": {"description_width": "110px"}, "layout": ipywidgets.Layout(width="420px")}
+        style = {"style": {"description_width": "130px"}, "layout": ipywidgets.Layout(width="430px")}
         late = {"continuous_update": False, **style}  # one run when the knob is let go
         sizes = sorted({4, 8, 16, 32, 64, given["block_size"]})
         made = {

@@ -158,7 +158,7 @@ class _Chart:
         for style, words in kinds:
             yield box(x, y + 4, 14, 14, style) + text(x + 20, y + 15, words, "h")
             x += 40 + 6 * len(words)
-        yield text(x, y + 15, "in rows: a colour for each request", "h")
+        yield text(x, y + 15, "rows: a colour a request", "h")
 
     # As text
 

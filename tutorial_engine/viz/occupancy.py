@@ -205,7 +205,7 @@ class _Chart:
                              ("w", "waits"), ("×", "preempted")):
             yield text(x + 6, y + 15, "×", "n b") if style == "×" else box(x, y + 4, 14, 14, style)
             yield text(x + 20, y + 15, words, "h")
-            x += 36 + 5.9 * len(words)
+            x += 40 + 6.2 * len(words)
 
     def _text(self) -> str:
         """One letter for each request and step; of a long trace, for each few steps."""
