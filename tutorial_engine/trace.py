@@ -80,6 +80,9 @@ class Trace:
         llm: an LLM, LLMEngine or AsyncLLM; None for a trace that is loaded from a file.
         clock: returns seconds; a simulation brings its own, which its requests' `arrival_time` must follow.
 
+    Raises:
+        TypeError: something else than an engine.
+
     Attributes:
         records: one per step. num_blocks, block_size: of the pool.
     """
@@ -94,6 +97,8 @@ class Trace:
         self._hashed: set[int] = set()
         self._engine = getattr(llm, "llm_engine", llm)
         if self._engine is not None:
+            if not hasattr(self._engine, "listeners"):
+                raise TypeError(f"Trace records an LLM, LLMEngine or AsyncLLM, got {type(llm).__name__}.")
             self.num_blocks = self._engine.num_gpu_blocks
             self.block_size = self._engine.config.block_size
 

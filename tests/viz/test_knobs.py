@@ -58,5 +58,7 @@ def test_other_views_and_policies() -> None:
     assert board.pictures[0].text != batch_occupancy(board.trace, -1).text
     with pytest.raises(ValueError, match="policy must be one of 'first come, first served'"):
         knobs(policy="random")
+    with pytest.raises(ValueError, match="rate must be arrivals per second"):
+        knobs(rate=-1)
     for policy in POLICIES:
         assert knobs(policy=policy).trace is not None

@@ -116,6 +116,15 @@ def test_nothing_ran(screen: Screen) -> None:
     assert screen.outputs == [[{"text/plain": "nothing computed yet"}]]
 
 
+def test_what_cannot_be_watched(screen: Screen) -> None:
+    with pytest.raises(TypeError, match="records an LLM, LLMEngine or AsyncLLM, got str"), watch("my-model"):
+        pass
+    engine = scripted_engine(LETTERS, ABC)
+    with pytest.raises(TypeError, match="needs functions that draw a trace"), watch(engine, "block_table"):
+        pass
+    assert engine.listeners == [] and screen.outputs == []
+
+
 def test_async_engine(screen: Screen) -> None:
     """The engine's thread paints, and never after the end."""
     async def main(llm: AsyncLLM) -> Trace:

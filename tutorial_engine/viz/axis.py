@@ -30,7 +30,7 @@ class Steps:
     """Where the steps are.
 
     Args:
-        num_steps: how many columns. width: of the whole picture.
+        num_steps: how many columns.
 
     Attributes:
         column: the width of one.

@@ -49,8 +49,10 @@ def knobs(jobs: Sequence[Job] | None = None, *, block_size: int = 16, num_blocks
         engine_args: more arguments for `simulate`; four seats and 64 tokens a step if not given.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: there is no such policy, or the rate is negative.
     """
+    if rate < 0:
+        raise ValueError(f"rate must be arrivals per second, or 0 for all at once; got {rate!r}.")
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(map(repr, POLICIES))}, got {policy!r}.")
     return Knobs(jobs, {"block_size": block_size, "num_blocks": num_blocks, "rate": rate, "policy": policy}, views,

@@ -44,7 +44,12 @@ def watch(llm: Any, *views: View) -> Iterator[Trace]:
 
     Yields:
         The `Trace`, which grows while the engine runs.
+
+    Raises:
+        TypeError: something else than an engine, or than functions.
     """
+    if not all(callable(view) for view in views):
+        raise TypeError(f"watch(llm, view, ...) needs functions that draw a trace, as block_table; got {views!r}.")
     trace = Trace(llm)
     listeners = getattr(llm, "llm_engine", llm).listeners
     painter = Painter(trace, views or (block_table, batch_occupancy))
