@@ -301,6 +301,8 @@ class KVCacheManager:
         num_owned = len(self.req_to_blocks.get(request.request_id, ())) + len(new_computed_blocks)
         num_computed = request.num_computed_tokens + len(new_computed_blocks) * self.block_size
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        if num_slots <= num_owned * self.block_size and not new_computed_blocks and not full_sequence_must_fit:
+            return []  # the common case: a decoding request whose last block is not full
         num_new_blocks = max(0, cdiv(num_slots, self.block_size) - num_owned)
         num_wanted = num_new_blocks
         if full_sequence_must_fit:
@@ -323,11 +325,11 @@ class KVCacheManager:
         Called once it is certain that this step computes them: a block whose request is preempted in the same step
         must never be found by another.
         """
-        if not self.enable_caching:
+        first = self.num_cached_blocks[request.request_id]
+        if not self.enable_caching or num_computed_tokens < (first + 1) * self.block_size:
             return
         self._hash_full_blocks(request)
         table = self.req_to_blocks[request.request_id]
-        first = self.num_cached_blocks[request.request_id]
         last = max(first, min(num_computed_tokens, request.num_tokens) // self.block_size)
         for i in range(first, last):
             self._note_stored(request, i)

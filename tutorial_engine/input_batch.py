@@ -1,9 +1,9 @@
 """The input batch: one row for each running request, with what the device needs to know about it from step to step.
 
-                 block_table            temperature  seed   last_token_ids (on the device only)
-    row 0   "c"  [ 7 | 3 | 9 | 0 | ]       0.6       1234      17
+                 block_table            knobs, top_k, seed     last_token_ids (on the device only)
+    row 0   "c"  [ 7 | 3 | 9 | 0 | ]    0.6 ...                   17
     row 1   (free)
-    row 2   "a"  [ 2 | 5 | 0 | 0 | ]       0.0         42       8
+    row 2   "a"  [ 2 | 5 | 0 | 0 | ]    0.0 ...                    8
 
 A request keeps its row while it runs, so a step sends only what changed: a new block here and there, not all tables.
 
@@ -23,6 +23,9 @@ import torch
 from tutorial_engine.sampler import MASK64, plain_from
 from tutorial_engine.scheduler import ScheduledRequest, SchedulerOutput
 
+# In place of an input id: the newest token of that row, which only the device may know yet.
+LAST_TOKEN = -1
+
 
 class InputBatch:
     """Rows of the running requests.
@@ -33,8 +36,8 @@ class InputBatch:
 
     Attributes:
         block_table: [max_num_seqs, max_blocks] int64, on the host; rows of absent requests are stale.
-        temperature: [max_num_seqs] float32. seed: [max_num_seqs] uint64. plain_from: [max_num_seqs] int64, see
-            `sampler.plain_from`.
+        knobs: [3, max_num_seqs] float32: temperature, min_p, top_p. top_k: [max_num_seqs] int64.
+        seed: [max_num_seqs] uint64. plain_from: [max_num_seqs] int64, see `sampler.plain_from`.
         padding_row: a row that no request ever has: its block table is the null block, and whoever writes to it does
             no harm.
         last_token_ids: [max_num_seqs + 1] int64 on the device, the newest token of each row.
@@ -43,7 +46,8 @@ class InputBatch:
 
     def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device, use_kernels: bool = False) -> None:
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
-        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self.knobs = np.zeros((3, max_num_seqs), dtype=np.float32)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self.plain_from = np.zeros(max_num_seqs, dtype=np.int64)
         self.padding_row = max_num_seqs
@@ -82,7 +86,8 @@ class InputBatch:
         self._num_blocks[row] = 0
         # What lies behind a table's end is read as padding: it must be the null block, not a stranger's.
         self.block_table[row] = 0
-        self.temperature[row] = s.request.sampling_params.temperature
+        p = s.request.sampling_params
+        self.knobs[:, row], self.top_k[row] = (p.temperature, p.min_p, p.top_p), p.top_k
         self.seed[row] = s.request.seed & MASK64
         self.plain_from[row] = plain_from(s.request)
 
@@ -95,25 +100,19 @@ class InputBatch:
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to the device. To a GPU through pinned memory: then the copy waits for the GPU, not the host."""
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def known_tokens(steps: Sequence[ScheduledRequest]) -> tuple[list[int], list[int], list[int]]:
-    """Flat input ids of a step, as far as the host knows them.
-
-    Returns:
-        (ids, with 0 where the token was sampled by a step that is still in flight; the places of these in `ids`; the
-        places of their requests in `steps`).
-    """
+def input_token_ids(steps: Sequence[ScheduledRequest]) -> list[int]:
+    """Flat input ids of a step; LAST_TOKEN where a step that is still in flight has sampled the token."""
     ids: list[int] = []
-    holes: list[int] = []
-    owners: list[int] = []
-    for i, s in enumerate(steps):
-        end = s.start + s.num_tokens
-        ids += s.request.all_token_ids[s.start:end]
-        if end > s.request.num_tokens:
-            holes.append(len(ids))
-            owners.append(i)
-            ids.append(0)
-    return ids, holes, owners
+    for s in steps:
+        known, end = s.request.all_token_ids, s.start + s.num_tokens
+        if s.num_tokens == 1:
+            ids.append(known[s.start] if end <= len(known) else LAST_TOKEN)
+        else:
+            ids += known[s.start:end]
+            if end > len(known):
+                ids.append(LAST_TOKEN)
+    return ids

@@ -12,6 +12,7 @@ Owns: weights, cache tensors, the rows of the batch, everything with a device in
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -22,9 +23,9 @@ import torch
 from tutorial_engine.attention import AttentionMetadata
 from tutorial_engine.block_manager import cdiv
 from tutorial_engine.config import EngineConfig
-from tutorial_engine.cuda_graphs import LAST_TOKEN, DecodeGraphs
-from tutorial_engine.input_batch import InputBatch, known_tokens, to_device
-from tutorial_engine.kv_cache import KVCache, available_kv_cache_bytes, size_kv_cache
+from tutorial_engine.cuda_graphs import StepGraphs, empty_device_cache, graph_bytes
+from tutorial_engine.input_batch import LAST_TOKEN, InputBatch, input_token_ids, to_device
+from tutorial_engine.kv_cache import GIB, KVCache, available_kv_cache_bytes, size_kv_cache
 from tutorial_engine.logits_processor import make_processors
 from tutorial_engine.models.decoder import Decoder
 from tutorial_engine.models.loader import ModelSource
@@ -133,15 +134,16 @@ class ModelRunner:
         self.model: Decoder | None = load()
         self.device, self.dtype = self.model.device, self.model.dtype
         self.sampler = Sampler(config.args.logprobs_mode, make_processors(config, self.device))
-        available = available_kv_cache_bytes(config, self.device, self._activation_bytes())
-        self.num_gpu_blocks, self.max_model_len = size_kv_cache(config, self.model.config, self.dtype, available)
         self._model_config = self.model.config
         self.kv_cache: KVCache | None = None
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self.use_kernels = self._can_use_kernels()
         self.use_prefill_kernel = self.use_kernels and torch.cuda.get_device_capability() >= (8, 0)
-        self.input_batch = InputBatch(config.max_num_seqs, cdiv(self.max_model_len, config.block_size), self.device,
+        self.input_batch = InputBatch(config.max_num_seqs, cdiv(config.max_model_len, config.block_size), self.device,
                                       self.use_kernels)
+        reserved = self._activation_bytes() + self._graph_bytes()
+        available = available_kv_cache_bytes(config, self.device, reserved)
+        self.num_gpu_blocks, self.max_model_len = size_kv_cache(config, self.model.config, self.dtype, available)
         self.restore_kv_cache()
 
     def _activation_bytes(self) -> int:
@@ -150,25 +152,28 @@ class ModelRunner:
         per_token = (2 * c.hidden_size + 4 * c.intermediate_size) * self.dtype.itemsize
         return self.config.max_num_batched_tokens * per_token + 3 * self.config.max_num_seqs * c.vocab_size * 4
 
+    def _graph_bytes(self) -> int:
+        args = self.config.args
+        if not self.use_kernels or args.num_gpu_blocks_override or args.kv_cache_memory_bytes:
+            return 0
+        return graph_bytes(self.config, self.model, self.input_batch, self.use_prefill_kernel)
+
     @torch.inference_mode()
     def execute_model(self, out: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Begin with one step; `get_output()` of what is returned waits for its end. With `async_scheduling` the next
         step may be begun before that. `out` must schedule at least one token."""
         batch = self._make_batch(out)
-        sampling = np.flatnonzero(batch.samples)
-        plain = not self.sampler.processors and bool(
-            (batch.seq_lens >= self.input_batch.plain_from[batch.rows])[sampling].all())
-        result, logits = ModelRunnerOutput(), None
-        sampled = torch.empty(0, dtype=torch.int64, device=self.device)
+        result = ModelRunnerOutput()
         if self.graphs is not None and batch.is_decode:
-            logits, sampled = self._replay(self.graphs, batch)
+            logits, sampled = self.graphs.decode(input_token_ids(batch.steps), batch.rows, batch.start)
         else:
             hidden = self._forward(batch)
             self._compute_prompt_logprobs(result, batch, hidden)
-            if len(sampling):
-                last = batch.query_start_loc[1:][sampling] - 1
-                logits = self.model.compute_logits(hidden[to_device(last, self.device)])
-        if logits is not None and not (plain and len(sampled)):
+            logits, sampled = self._logits(batch, hidden), None
+        sampling = np.flatnonzero(batch.samples)
+        plain = not self.sampler.processors and bool(
+            (batch.seq_lens >= self.input_batch.plain_from[batch.rows])[sampling].all())
+        if sampled is None or not plain:
             sampled, result.logprobs = self._sample(logits, batch, sampling, plain)
         ids = [batch.steps[i].request.request_id for i in sampling]
         if plain and self.config.async_scheduling:
@@ -179,23 +184,17 @@ class ModelRunner:
     def _make_batch(self, out: SchedulerOutput) -> RaggedBatch:
         steps = list(out.scheduled.values())
         rows = self.input_batch.update(out)
-        # Zero the new blocks that this step does not fill. Attention reads whole blocks and gives the slots behind a
-        # context the weight 0; but 0 * NaN is NaN, so what an overflow left there would poison the next owner.
-        tails = [s.new_block_ids[-1] for s in steps
-                 if s.new_block_ids and (s.start + s.num_tokens) % self.config.block_size]
-        if tails:
-            self.kv_cache.clear(to_device(np.array(tails), self.device))
-        return RaggedBatch(steps, rows, np.array([s.start for s in steps], dtype=np.int64),
-                           np.array([s.num_tokens for s in steps], dtype=np.int64),
-                           np.array([s.samples for s in steps], dtype=bool))
-
-    def _replay(self, graphs: DecodeGraphs, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """A step in which everyone decodes, by CUDA graph: (logits, sampled ids)."""
-        ids, holes, _ = known_tokens(batch.steps)
-        input_ids = np.array(ids, dtype=np.int64)
-        input_ids[holes] = LAST_TOKEN
-        keys = noise_keys(self.input_batch.seed[batch.rows], batch.seq_lens)
-        return graphs.replay(input_ids, batch.start, keys, batch.rows, self.input_batch.temperature[batch.rows])
+        if not self.use_prefill_kernel:
+            # Zero the new blocks that this step does not fill. torch's attention reads whole blocks and gives the slots
+            # behind a context the weight 0; but 0 * NaN is NaN, so what an overflow left there would poison the next
+            # owner. Kernels do not read it.
+            tails = [s.new_block_ids[-1] for s in steps
+                     if s.new_block_ids and (s.start + s.num_tokens) % self.config.block_size]
+            if tails:
+                self.kv_cache.clear(to_device(np.array(tails), self.device))
+        start, num_tokens, samples = zip(*((s.start, s.num_tokens, s.samples) for s in steps))
+        return RaggedBatch(steps, rows, np.array(start, dtype=np.int64), np.array(num_tokens, dtype=np.int64),
+                           np.array(samples, dtype=bool))
 
     def _forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Hidden states of a step, [num_tokens, hidden_size]."""
@@ -203,44 +202,38 @@ class ModelRunner:
         # Position of flat token j of request r: start[r] + (j - query_start_loc[r]).
         request = np.repeat(np.arange(len(batch.steps)), batch.num_tokens)
         positions = np.arange(query_start_loc[-1]) + (batch.start - query_start_loc[:-1])[request]
-        blocks = self.input_batch.block_table[batch.rows[request], positions // block_size]
-        ids, holes, owners = known_tokens(batch.steps)
-        input_ids, positions, slot_mapping = to_device(
-            np.array([ids, positions, blocks * block_size + positions % block_size]), self.device)
-        if holes:
-            places, rows = to_device(np.array([holes, batch.rows[owners]]), self.device)
-            input_ids[places] = self.input_batch.last_token_ids[rows]
-        if self.use_prefill_kernel:
-            return self._forward_fused(batch, input_ids, positions, slot_mapping)
+        rows = batch.rows[request]
+        slots = self.input_batch.block_table[rows, positions // block_size] * block_size + positions % block_size
+        numbers = np.array([input_token_ids(batch.steps), rows, positions, slots])
+        if self.graphs is not None and self.use_prefill_kernel:
+            return self.graphs.forward(numbers, batch.rows, query_start_loc, batch.seq_lens)
+        ids, rows, positions, slots = to_device(numbers, self.device)
+        ids = torch.where(ids == LAST_TOKEN, self.input_batch.last_token_ids[rows], ids)
         metadata = AttentionMetadata.build(query_start_loc, batch.seq_lens, self.input_batch.block_table[batch.rows],
-                                           slot_mapping, self.kv_cache)
-        return self.model(input_ids, positions, self.kv_cache, metadata)
+                                           slots, self.kv_cache)
+        return self.model(ids, positions, self.kv_cache, metadata)
 
-    def _forward_fused(self, batch: RaggedBatch, input_ids: torch.Tensor, positions: torch.Tensor,
-                       slot_mapping: torch.Tensor) -> torch.Tensor:
-        from tutorial_engine.kernels import fused
-
-        group = self._model_config.num_attention_heads // self._model_config.num_key_value_heads
-        tiles = fused.cut_tiles(batch.query_start_loc, batch.seq_lens, group)
-        tiles[0] = batch.rows[tiles[0]]
-        tiles, tables = to_device(tiles, self.device), self.input_batch.device_block_table
-
-        def attend(query: torch.Tensor, layer: int) -> torch.Tensor:
-            return fused.prefill_attention(query, self.kv_cache.key[layer], self.kv_cache.value[layer], tables, tiles)
-
-        return self.model.forward_fused(input_ids, positions, slot_mapping, self.kv_cache, attend)
+    def _logits(self, batch: RaggedBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Of those who sample: [n, vocab_size]."""
+        last = (batch.query_start_loc[1:] - 1)[batch.samples]
+        if not len(last):
+            return torch.empty(0, self._model_config.vocab_size, dtype=self.dtype, device=self.device)
+        return self.model.compute_logits(hidden[to_device(last, self.device)])
 
     def _sample(self, logits: torch.Tensor, batch: RaggedBatch, sampling: np.ndarray, plain: bool
                 ) -> tuple[torch.Tensor, LogprobsLists | None]:
         """Token ids [len(sampling)] on the device, and logprobs if someone asked. logits: a row for each."""
         rows, num_tokens = batch.rows[sampling], batch.seq_lens[sampling]
         logprobs = None
+        if not len(rows):
+            return torch.empty(0, dtype=torch.int64, device=self.device), None
         if plain and self.use_kernels:
             from tutorial_engine.kernels import fused
 
-            sampled = fused.gumbel_sample(
-                logits, to_device(self.input_batch.temperature[rows], self.device),
-                to_device(noise_keys(self.input_batch.seed[rows], num_tokens), self.device))
+            temperature, min_p, top_p = to_device(self.input_batch.knobs[:, rows], self.device)
+            top_k, keys = to_device(np.stack([self.input_batch.top_k[rows], noise_keys(
+                self.input_batch.seed[rows], num_tokens)]), self.device)
+            sampled = fused.top_k_top_p_sample(logits, temperature, min_p, top_k, top_p, keys)
         else:
             requests = [batch.steps[i].request for i in sampling]
             token_ids, logprobs = self.sampler(logits.float(), SamplingMetadata(
@@ -296,7 +289,10 @@ class ModelRunner:
         if self.kv_cache is None or self.model is None or self.model.embed_tokens.device.type != self.device.type:
             return  # one of the two still sleeps
         if self.use_kernels:
-            self.graphs = DecodeGraphs(self.config, self.model, self.kv_cache, self.input_batch)
+            began, before = time.monotonic(), torch.cuda.mem_get_info()[0]
+            self.graphs = StepGraphs(self.config, self.model, self.kv_cache, self.input_batch, self.use_prefill_kernel)
+            logger.info("Graph capturing finished in %.0f secs, took %.2f GiB", time.monotonic() - began,
+                        (before - torch.cuda.mem_get_info()[0]) / GIB)
 
     def _can_use_kernels(self) -> bool:
         if self.device.type != "cuda" or self.config.args.enforce_eager:
@@ -315,5 +311,4 @@ class ModelRunner:
 
     def _empty_device_cache(self) -> None:
         if self.device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream that a graph was recorded on
-            torch.cuda.empty_cache()
+            empty_device_cache()

@@ -98,11 +98,6 @@ class Request:
         return len(self.all_token_ids)
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        """Tokens whose K and V are in no step's plan yet, those in flight included."""
-        return len(self.all_token_ids) + self.num_output_placeholders - self.num_computed_tokens
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.all_token_ids) - self.num_prompt_tokens
 
@@ -121,8 +116,9 @@ class Request:
 
     def is_full(self, max_model_len: int, num_in_flight: int = 0) -> bool:
         """True if no token may follow the known ones and `num_in_flight` more."""
-        return (self.num_tokens + num_in_flight >= max_model_len
-                or self.num_output_tokens + num_in_flight >= self.sampling_params.max_tokens)
+        num_tokens = len(self.all_token_ids) + num_in_flight
+        return (num_tokens >= max_model_len
+                or num_tokens - self.num_prompt_tokens >= self.sampling_params.max_tokens)
 
     def append_output_token(self, token_id: int, max_model_len: int) -> bool:
         """Add a sampled token and say whether it ended the request.
@@ -131,14 +127,17 @@ class Request:
         """
         self.all_token_ids.append(token_id)
         params = self.sampling_params
-        if self.num_output_tokens >= params.min_tokens:
+        if len(self.all_token_ids) - self.num_prompt_tokens >= params.min_tokens:
             if token_id == self.eos_token_id and not params.ignore_eos:
                 self.status = RequestStatus.FINISHED_STOPPED
+                return True
             elif token_id in params.stop_token_ids:
                 self.status, self.stop_reason = RequestStatus.FINISHED_STOPPED, token_id
-        if not self.status.is_finished and self.is_full(max_model_len):
+                return True
+        if self.is_full(max_model_len):
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        return self.status.is_finished
+            return True
+        return False
 
     def __repr__(self) -> str:
         return (f"Request({self.request_id!r}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens} tokens "

@@ -165,13 +165,12 @@ NEVER = 1 << 62
 
 
 def plain_from(request: Request) -> int:
-    """Length in tokens from which on Gumbel-max over a whole row of logits is all that this request wants of its next
-    token; NEVER if it always wants more."""
+    """Length in tokens from which on this request's next token can be drawn without the host, from its logits by
+    temperature, min_p, top_k and top_p alone; NEVER if it always wants more."""
     p = request.sampling_params
-    plain = (p.top_k <= 0 and p.top_p == 1.0 and p.min_p == 0.0 and p.logprobs is None
-             and p.repetition_penalty == 1.0 and p.frequency_penalty == 0.0 and p.presence_penalty == 0.0
-             and not p.logit_bias and p.allowed_token_ids is None and not request.bad_words_token_ids
-             and request.grammar is None)
+    plain = (p.logprobs is None and p.repetition_penalty == 1.0 and p.frequency_penalty == 0.0
+             and p.presence_penalty == 0.0 and not p.logit_bias and p.allowed_token_ids is None
+             and not request.bad_words_token_ids and request.grammar is None)
     return request.num_prompt_tokens + p.min_tokens if plain else NEVER
 
 

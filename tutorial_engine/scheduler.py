@@ -156,7 +156,8 @@ class Scheduler:
             if in_flight and request.is_full(self.config.max_model_len, in_flight):
                 i += 1  # nothing is left to compute for it
                 continue
-            num_new = min(self._cap(request.num_uncomputed_tokens), out.budget_left)
+            num_wanted = len(request.all_token_ids) + in_flight - request.num_computed_tokens
+            num_new = min(self._cap(num_wanted), out.budget_left)
             new_blocks = self.kv_cache_manager.allocate_slots(request, num_new)
             while new_blocks is None:
                 victim = self._pick_victim()
@@ -166,7 +167,7 @@ class Scheduler:
                     break
                 new_blocks = self.kv_cache_manager.allocate_slots(request, num_new)
             else:
-                self._add(out, request, num_new, new_blocks, is_first=False)
+                self._add(out, request, num_new, new_blocks, is_first=False, samples=num_new == num_wanted)
                 i += 1
 
     def _schedule_waiting(self, out: SchedulerOutput) -> None:
@@ -180,7 +181,8 @@ class Scheduler:
                 out.waiting_reasons[request.request_id] = "preempted while its last token was in flight"
                 return
             hit_blocks, num_hits = kv.get_computed_blocks(request)
-            num_new = self._cap(request.num_tokens - num_hits)
+            num_wanted = request.num_tokens - num_hits
+            num_new = self._cap(num_wanted)
             if out.budget_left == 0 or (num_new > out.budget_left and not self.config.enable_chunked_prefill):
                 out.waiting_reasons[request.request_id] = "the token budget of this step is spent"
                 return
@@ -198,7 +200,7 @@ class Scheduler:
             request.num_computed_tokens = num_hits
             request.status = RequestStatus.RUNNING
             self.running.append(request)
-            self._add(out, request, num_new, [*hit_blocks, *new_blocks], is_first=True)
+            self._add(out, request, num_new, [*hit_blocks, *new_blocks], is_first=True, samples=num_new == num_wanted)
             # Nobody is preempted any more in this step, so the next waiting request may already share these blocks:
             # in every layer all K and V are written before attention reads them.
             kv.cache_blocks(request, num_hits + num_new)
@@ -208,11 +210,10 @@ class Scheduler:
         threshold = self.config.args.long_prefill_token_threshold
         return min(num_new, threshold) if threshold and len(self.requests) > 1 else num_new
 
-    def _add(self, out: SchedulerOutput, request: Request, num_tokens: int, blocks: Sequence, is_first: bool) -> None:
-        start = request.num_computed_tokens
+    def _add(self, out: SchedulerOutput, request: Request, num_tokens: int, blocks: Sequence, is_first: bool,
+             samples: bool) -> None:
         out.scheduled[request.request_id] = ScheduledRequest(
-            request, start, num_tokens, [b.block_id for b in blocks], is_first,
-            samples=num_tokens == request.num_uncomputed_tokens)
+            request, request.num_computed_tokens, num_tokens, [b.block_id for b in blocks], is_first, samples)
         out.budget_left -= num_tokens
 
     def _pick_victim(self) -> Request:

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 from tests.core.support import FakeRunner, FakeTokenizer, assert_clean, make_config, make_params
-from tests.core.test_same_tokens import COMPANY, NUM_TOKENS, PROMPTS, generate, ids, make_llm, right, save, seeded_params
+from tests.core.test_same_tokens import (
+    COMPANY,
+    NUM_TOKENS,
+    PROMPTS,
+    generate,
+    ids,
+    make_llm,
+    right,
+    save,
+    seeded_params,
+)
 from tutorial_engine import SamplingParams
 from tutorial_engine.exceptions import EngineGenerateError
 from tutorial_engine.llm_engine import LLMEngine
@@ -97,7 +107,7 @@ class LateRunner(FakeRunner):
             def __init__(self) -> None:
                 pass
 
-            def get_output(inner) -> ModelRunnerOutput:  # noqa: N805
+            def get_output(inner) -> ModelRunnerOutput:
                 self.fail(plan)
                 return output
 
