@@ -26,11 +26,13 @@ from tutorial_engine.viz import block_table, watch
 llm = LLM(num_gpu_blocks_override=24, max_num_seqs=3, max_model_len=256)
 """,
     """
-question = [{"role": "system", "content": "You are a friendly librarian who answers in one short sentence, please."}]
-chats = [question + [{"role": "user", "content": text}] for text in ("Who wrote Hamlet?", "What do bees make?",
-                                                                    "Where is Paris?", "Name a fruit.")]
+librarian = {"role": "system", "content": "You are a friendly librarian. Answer every question in one short sentence, "
+                                          "and use simple words that a child knows. Do not explain anything."}
+questions = ["Who wrote Hamlet?", "What do bees make?", "Where is Paris?", "Name a fruit."]
+
 with watch(llm, block_table):
-    llm.chat(chats, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)
+    llm.chat([[librarian, {"role": "user", "content": question}] for question in questions],
+             SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
 """,
 ]
 
@@ -45,7 +47,6 @@ def main() -> int:
             run_all(tab)
             player = f"{output(1)}?.querySelector('[data-on]')"
             tab.wait(f"{player}?.querySelector('svg')", patience=300)
-            tab.js(f"(s => {{ s.value = 31; s.oninput(); }})({player}.querySelector('input'))")
             tab.hover(f"{player}.querySelector('[data-b=\"2\"]')")
             tab.js(f"{player}.scrollIntoView({{block: 'end'}})")
             tab.screenshot(folder / "page.png")

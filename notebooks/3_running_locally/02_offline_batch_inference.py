@@ -729,7 +729,7 @@ observe(guess, put_off=sum(len(record.preempted) for record in seated), steps=le
         same_tokens=seated_tokens == crowded_tokens)
 
 # %% [markdown]
-# 256 seats, and two are put off (×):
+# 256 seats, and two are put off (×). The 17 are the 16 tokens that are computed again, and the next one:
 
 # %%
 batch_occupancy(crowded)

@@ -285,7 +285,7 @@ block_table(trace, step=2)
 # - `#` marks a full block. It can be found again by its content; that is how request 1 came to blocks 1 and 2.
 # - Block 5 is request 0's last. It has room left, and nothing is reserved beyond it.
 # - Request 2 waits, and the picture says why.
-# - The free blocks stand in a queue. The line below the pool says which one will be taken next.
+# - The free blocks stand in a queue. The line below the pool says which will be taken next, after this step.
 # - Block 0 belongs to nobody. It is the *null block*, where the engine puts what nobody needs. That leaves 23.
 #
 # Three steps later, request 1 has finished:

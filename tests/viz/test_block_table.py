@@ -34,7 +34,7 @@ def test_text_says_everything() -> None:
         "pool of 8 blocks, 4 tokens each (# can be found by its content)",
         "   0 null           1 req 0+1 #      2 req 0 3/4      3 req 1 1/4"
         "      4 free           5 free           6 free           7 free",
-        "free queue: 5 → 6 → 7 → 4",
+        "free queue after it: 5 → 6 → 7 → 4",
         "",
         "request 0: 7 tokens in 2 blocks [1, 2]",
         "request 1: 5 tokens in 2 blocks [1, 3]",

@@ -57,8 +57,8 @@ const view = P => {
       }
       y += drawn ? 56 : 26;
     }
-    out += text(16, y + 14, 'free queue: ' + (S.F.length ? S.F.slice(0, 10).join(' → ') +
-      (S.numFree > 10 ? ' → …' : '') : 'empty'), 'h');
+    out += text(16, y + 14, 'free queue after it: ' + (S.F.slice(0, 10).join(' → ') || 'empty') +
+      (S.numFree > 10 ? ' → …' : ''), 'h');
     y = 62;
     for (const r of Object.keys(S.T).slice(0, 8)) {
       const n = S.T[r].length;

@@ -106,9 +106,9 @@ def remarks(state: PoolState) -> list[str]:
 
 
 def queue_line(state: PoolState) -> str:
-    """How the free queue begins."""
-    named = " → ".join(map(str, state.free[:IN_LINE]))
-    return f"free queue: {named}{' → …' if state.num_free > IN_LINE else ''}" if state.free else "free queue: empty"
+    """How the free queue begins. Requests that finish in a step give their blocks back after it."""
+    named = " → ".join(map(str, state.free[:IN_LINE])) or "empty"
+    return f"free queue after it: {named}{' → …' if state.num_free > IN_LINE else ''}"
 
 
 # ---------------------------------------------------------------------- where things are
