@@ -20,6 +20,7 @@ from typing import Any
 from tutorial_engine.exceptions import VLLMValidationError
 from tutorial_engine.kv_events import KVEventsConfig
 from tutorial_engine.logits_processor import resolve_processors
+from tutorial_engine.models.default_model import DEFAULT_MODEL
 
 DEFAULT_BLOCK_SIZE = 16
 DTYPES = ("float32", "float16", "bfloat16")
@@ -85,6 +86,7 @@ class EngineArgs:
             "disable_additional_properties": bool}; the last two hold for every request with JSON, False unless said.
         logits_processors: classes, or texts "package.module:Class", that change the logits of every step, in this
             order (see `logits_processor.py`).
+        served_model_name: what a server's clients and the metrics call the model, one name or several; None: `model`.
     """
 
     model: str = ""
@@ -118,6 +120,7 @@ class EngineArgs:
     kv_events_config: Any = None  # a KVEventsConfig from here on
     structured_outputs_config: dict[str, Any] | None = None
     logits_processors: list | None = None
+    served_model_name: str | list[str] | None = None
     # Accepted with their neutral value only, see _NEUTRAL_ONLY.
     tokenizer_mode: str = "auto"
     trust_remote_code: bool = False
@@ -167,6 +170,15 @@ class EngineArgs:
             _fail("override_generation_config", self.override_generation_config, "must be a dict")
         if unknown := sorted(self.override_generation_config.keys() - GENERATION_KEYS.keys()):
             _fail("override_generation_config", unknown, f"can replace {', '.join(GENERATION_KEYS)} only")
+
+        if not all(isinstance(name, str) and name for name in self.served_model_names):
+            _fail("served_model_name", self.served_model_name, "must be a name or a list of names")
+
+    @property
+    def served_model_names(self) -> list[str]:
+        """At least one."""
+        names = self.served_model_name or self.model or DEFAULT_MODEL
+        return [names] if isinstance(names, str) else list(names)
 
     def _check_type(self, name: str, kind: type, wanted: str) -> None:
         """None is fine where it is the default."""
