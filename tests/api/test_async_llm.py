@@ -93,7 +93,7 @@ def serving(script: Any = alphabet, tokenizer: Any = TOKENIZER, gate: Gate | Non
         if gate:
             gate.open()
         llm.shutdown()
-        assert "AsyncLLM" not in {thread.name for thread in threading.enumerate()}
+        assert not llm._thread._thread.is_alive()
 
 
 async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, request_id: str = "r", **kwargs: Any

@@ -80,10 +80,29 @@ def wait_until(condition: Callable[[], bool], seconds: float = TIMEOUT) -> None:
         time.sleep(0.002)
 
 
+def pace(llm: AsyncLLM) -> None:
+    """Let each step of a scripted model wait until all outputs of the last one were fetched. A real model takes its
+    time; this one would finish before anybody looks, and the pieces of its answer would be joined."""
+    def wait(plan: Any) -> None:
+        for collector in list(llm._thread._collectors.values()):
+            fetched = False
+            while not fetched:
+                looked = threading.Event()
+                collector._loop.call_soon_threadsafe(looked.set)  # behind all outputs that are on their way
+                assert looked.wait(TIMEOUT)
+                fetched = collector._output is None
+        if before:
+            before(plan)
+
+    before, llm.llm_engine.model_runner.before = llm.llm_engine.model_runner.before, wait
+
+
 @contextlib.contextmanager
-def serve(engine: LLMEngine, **options: Any) -> Iterator[Live]:
+def serve(engine: LLMEngine, paced: bool = False, **options: Any) -> Iterator[Live]:
     """Serve it, and shut it down; nothing may be left in it."""
     llm = AsyncLLM(engine)
+    if paced:
+        pace(llm)
     app = build_app(llm, ServerOptions(**options))
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -107,11 +126,12 @@ def ids(text: str) -> list[int]:
     return piece_ids(LETTERS, *text)
 
 
-def serve_letters(script: Any, *, options: dict[str, Any] | None = None, **engine: Any
+def serve_letters(script: Any, *, options: dict[str, Any] | None = None, paced: bool = True, **engine: Any
                   ) -> contextlib.AbstractContextManager[Live]:
     """A scripted model whose tokens are letters. `script`: a text, ids, or a function of the request."""
     script = ids(script) if isinstance(script, str) else script
-    return serve(scripted_engine(LETTERS, script, **{"disable_log_stats": False, **engine}), **(options or {}))
+    engine = {"disable_log_stats": False, **engine}
+    return serve(scripted_engine(LETTERS, script, **engine), paced, **(options or {}))
 
 
 def events(text: str) -> list[Any]:

@@ -54,6 +54,7 @@ class CompletionJob:
         # Echo with max_tokens=0 asks for nothing but the prompt (and its logprobs). The engine always makes a token.
         self.only_prompt = bool(body.echo) and body.max_tokens == 0
         self.decode = serving.llm.llm_engine.get_tokenizer().decode
+        self.offsets: dict[int, int] = {}  # of each choice that has begun: characters that its logprobs have covered
 
     async def whole(self) -> Response:
         prompts = await self._prompts()
@@ -62,7 +63,7 @@ class CompletionJob:
             async for i, output in outputs:
                 self._count(i, output)
                 for completion in output.outputs:
-                    choice = self._choice(prompts, i, output, completion, self.body.echo, 0)
+                    choice = self._choice(prompts[i], i, output, completion)
                     choice["prompt_logprobs"] = self._prompt_logprobs(output)
                     choices[choice["index"]] = choice
         return json_response({**self._head(), "choices": [choices[index] for index in sorted(choices)],
@@ -70,15 +71,11 @@ class CompletionJob:
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         prompts = await self._prompts()
-        said: dict[int, int] = {}  # characters of each choice so far
         async with aclosing(self._outputs(prompts)) as outputs:
             async for i, output in outputs:
                 self._count(i, output)
                 for completion in output.outputs:
-                    index = i * prompts[i].params.n + completion.index
-                    echo = bool(self.body.echo) and index not in said
-                    choice = self._choice(prompts, i, output, completion, echo, said.get(index, 0))
-                    said[index] = said.get(index, 0) + len(choice["text"])
+                    choice = self._choice(prompts[i], i, output, completion)
                     yield self._chunk([choice], self.body.includes_usage_always)
         if self.body.includes_usage:
             yield self._chunk([], True)
@@ -124,25 +121,23 @@ class CompletionJob:
     def _chunk(self, choices: list[dict[str, Any]], with_usage: bool) -> dict[str, Any]:
         return {**self._head(), "choices": choices, **({"usage": self.usage.as_dict()} if with_usage else {})}
 
-    def _choice(self, prompts: list[Prompt], i: int, output: RequestOutput, completion: CompletionOutput,
-                echo: bool | None, offset: int) -> dict[str, Any]:
-        """A choice, or a piece of one that begins `offset` characters into its text."""
-        prompt, body = prompts[i], self.body
-        said = not self.only_prompt
-        text = (prompt.text or "" if echo else "") + (completion.text if said else "")
-        logprobs = None
-        if body.logprobs is not None:
-            logprobs = Logprobs(self.decode, bool(body.return_tokens_as_token_ids), offset)
-            if echo:
-                logprobs.add(prompt.token_ids, output.prompt_logprobs or [])
-            if said:
-                logprobs.add(completion.token_ids, completion.logprobs or [])
-        choice = {"index": i * prompt.params.n + completion.index, "text": text,
-                  "logprobs": logprobs.as_dict() if logprobs else None,
+    def _choice(self, prompt: Prompt, i: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        """A choice, or the next piece of one."""
+        body, index = self.body, i * prompt.params.n + completion.index
+        is_first = index not in self.offsets
+        echo, said = is_first and bool(body.echo), not self.only_prompt
+        logprobs = Logprobs(self.decode, bool(body.return_tokens_as_token_ids), self.offsets.get(index, 0))
+        if echo:
+            logprobs.add(prompt.token_ids, output.prompt_logprobs or [])
+        if said:
+            logprobs.add(completion.token_ids, completion.logprobs or [])
+        self.offsets[index] = logprobs.offset
+        choice = {"index": index, "text": (prompt.text or "" if echo else "") + (completion.text if said else ""),
+                  "logprobs": logprobs.as_dict() if body.logprobs is not None else None,
                   "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids if said else []
-            if not body.stream or offset == 0:
+            if is_first:
                 choice["prompt_token_ids"] = prompt.token_ids
         return choice
 
