@@ -25,19 +25,23 @@ from tutorial_engine.server.serving import EventStream, merge
 
 
 class Gate:
-    """Holds the model at the begin of each step until it is told to go on."""
+    """Lets the model make some steps, then holds it at the begin of each until it is told to go on."""
 
-    def __init__(self) -> None:
-        self.arrived, self.go, self.closed = threading.Semaphore(0), threading.Semaphore(0), True
+    def __init__(self, steps: int) -> None:
+        self.arrived, self.go, self.closed = threading.Semaphore(0), threading.Semaphore(steps), True
 
     def __call__(self, plan: SchedulerOutput) -> None:
-        if self.closed:
+        if self.closed and not self.go.acquire(blocking=False):
             self.arrived.release()
             assert self.go.acquire(timeout=TIMEOUT)
 
+    def wait(self) -> None:
+        """Until the model is held."""
+        assert self.arrived.acquire(timeout=TIMEOUT)
+
     def step(self) -> None:
         self.go.release()
-        assert self.arrived.acquire(timeout=TIMEOUT)
+        self.wait()
 
     def open(self) -> None:
         self.closed = False
@@ -45,8 +49,8 @@ class Gate:
 
 
 @contextlib.contextmanager
-def gated(**kwargs: Any) -> Iterator[tuple[Live, Gate]]:
-    gate = Gate()
+def gated(steps: int, **kwargs: Any) -> Iterator[tuple[Live, Gate]]:
+    gate = Gate(steps)
     with serve_letters("a", before=gate, paced=False, **kwargs) as live:
         try:
             yield live, gate
@@ -60,13 +64,13 @@ LONG = {"prompt": "p" * 20, "temperature": 0, "max_tokens": 40, "ignore_eos": Tr
 @pytest.mark.parametrize("n", [1, 3])
 def test_b22_a_client_killed_in_the_middle_of_a_stream(n: int) -> None:
     """W10, A3: no step after the one that runs knows the request; blocks are free, gauges back, the abort counted."""
-    with gated() as (live, gate):
+    with gated(1) as (live, gate):
         runner, pool = live.llm.llm_engine.model_runner, live.llm.llm_engine.scheduler.kv_cache_manager.block_pool
         free = pool.get_num_free_blocks()
         body = {**LONG, "stream": True, "n": n, "temperature": 1}
         with httpx.stream("POST", live.url + "/v1/completions", json=body, timeout=TIMEOUT) as response:
             lines = response.iter_lines()
-            assert gate.arrived.acquire(timeout=TIMEOUT)
+            gate.wait()
             for _ in range(3):
                 gate.step()
                 next(lines)
@@ -85,7 +89,7 @@ def test_b22_a_client_killed_in_the_middle_of_a_stream(n: int) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_before_the_first_token(stream: bool) -> None:
     """Also while its prompt is computed, or still waits."""
-    with gated(max_num_seqs=1) as (live, gate):
+    with gated(0, max_num_seqs=1) as (live, gate):
         for _ in range(2):  # the second one waits in the queue
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(live.url + "/v1/completions", json={**LONG, "stream": stream}, timeout=0.3)
@@ -94,7 +98,7 @@ def test_a_client_that_leaves_before_the_first_token(stream: bool) -> None:
 
 
 def test_many_prompts_of_one_client_end_together() -> None:
-    with gated() as (live, gate):
+    with gated(0) as (live, gate):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(live.url + "/v1/completions", json={**LONG, "prompt": ["p", "q", "r"]}, timeout=0.5)
         wait_until(lambda: live.serving.num_in_flight == 0)
@@ -102,7 +106,7 @@ def test_many_prompts_of_one_client_end_together() -> None:
 
 def test_a_full_queue() -> None:
     """503 with Retry-After, and room again as soon as somebody is done."""
-    with gated(max_num_seqs=2, options={"max_queued_requests": 1}) as (live, gate):
+    with gated(0, max_num_seqs=2, options={"max_queued_requests": 1}) as (live, gate):
         def ask() -> None:
             assert live.complete(max_tokens=2).status_code == 200
 
@@ -124,11 +128,10 @@ def test_a_full_queue() -> None:
 def test_aborted_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """R8: the client is told, and gets what there is."""
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    with gated() as (live, gate):
+    with gated(1) as (live, gate):
         body = {**LONG, "stream": True, "request_id": "mine"}
         with httpx.stream("POST", live.url + "/v1/completions", json=body, timeout=TIMEOUT) as response:
-            assert gate.arrived.acquire(timeout=TIMEOUT)
-            gate.step()
+            gate.wait()
             aborting = threading.Thread(target=live.post, args=("/abort_requests",),
                                         kwargs={"request_ids": ["cmpl-mine"]})
             aborting.start()
@@ -233,13 +236,12 @@ def run_server(engine: Any, timeout: int, port: list[int]) -> tuple[uvicorn.Serv
 @pytest.mark.parametrize("drains", [True, False])
 def test_shutdown(drains: bool) -> None:
     """Answers that are on their way are finished, if there is time; else they end, and no thread or block is left."""
-    gate, port = Gate(), []
+    gate, port = Gate(1), []
     server, thread, llm = run_server(scripted_engine(LETTERS, ids("a"), before=gate), 60 if drains else 1, port)
     url = f"http://127.0.0.1:{port[0]}/v1/completions"
     with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=TIMEOUT) as response:
         lines = response.iter_lines()
-        assert gate.arrived.acquire(timeout=TIMEOUT)
-        gate.step()
+        gate.wait()
         assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"] == "a"
         server.should_exit = True
         wait_until(lambda: not server.servers[0].is_serving())
