@@ -56,6 +56,7 @@ class EngineArgs:
     Attributes (None means "derive it"):
         model: "" or "smollm2-135m-instruct" for the course's own model, a folder, a .gguf file or a hub id.
         tokenizer: folder or hub id to take the tokenizer from; None: the model's own.
+        revision: the model's version, for a hub id. tokenizer_revision: the tokenizer's.
         dtype: "auto", or one of float32, float16, bfloat16. auto: float32 on a CPU, where greedy ids then do not
             depend on the batch; on a GPU bfloat16 from compute capability 8.0, else float16.
         seed: seeds the engine's own generator, which draws the seeds of unseeded requests; None: another one each time.

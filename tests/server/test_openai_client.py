@@ -7,8 +7,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.server.support import Live, serve_letters
-from tutorial_engine import LLM, SamplingParams
+from tests.api.support import llm_of
+from tests.server.support import Live, serve, serve_letters
+from tutorial_engine import LLM, AsyncEngineArgs, LLMEngine, SamplingParams
 
 
 def test_models(tiny: Live, tiny_model: Path) -> None:
@@ -85,3 +86,22 @@ def test_key() -> None:
         assert openai.OpenAI(base_url=live.url + "/v1", api_key="two").models.list().data
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=live.url + "/v1", api_key="three").models.list()
+
+
+def test_the_default_model_says_online_what_it_says_offline() -> None:
+    """Greedy `chat`, whole and streamed, is the offline engine's, to the letter."""
+    questions = ["What is the capital of France?"]
+    engine = LLMEngine.from_engine_args(AsyncEngineArgs(max_model_len=256, num_gpu_blocks_override=65))
+    params = SamplingParams(temperature=0, max_tokens=10)
+    offline = llm_of(engine).chat([[{"role": "user", "content": q}] for q in questions], params, use_tqdm=False)
+    with serve(engine) as live:
+        for question, wanted in zip(questions, offline):
+            ask = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": question}],
+                   "temperature": 0, "max_tokens": 10}
+            whole = live.openai().chat.completions.create(**ask)
+            chunks = list(live.openai().chat.completions.create(**ask, stream=True))
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            assert text == whole.choices[0].message.content == wanted.outputs[0].text
+            assert whole.usage.prompt_tokens == len(wanted.prompt_token_ids)
+            assert chunks[-1].choices[0].finish_reason == wanted.outputs[0].finish_reason
+    assert "Paris" in offline[0].outputs[0].text

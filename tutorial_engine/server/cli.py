@@ -13,13 +13,16 @@ import dataclasses
 import json
 import logging
 import re
+import socket
 import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tutorial_engine.exceptions import VLLMError
+from tutorial_engine.exceptions import VLLMError, VLLMValidationError
+
+logger = logging.getLogger(__name__)
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]] = {}
 _FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -133,7 +136,7 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="same as --model")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all of this machine's")
-    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
+    parser.add_argument("--port", type=int, default=8000, choices=range(2**16), metavar="N", help="0: any free one")
     parser.add_argument("--uvicorn-log-level", default="info",
                         choices=("critical", "error", "warning", "info", "debug", "trace"))
     parser.add_argument("--disable-uvicorn-access-log", action="store_true", help="no line for each answer")
@@ -158,9 +161,22 @@ def serve(args: argparse.Namespace) -> None:
     options, engine_args = made(ServerOptions, args), made(AsyncEngineArgs, args)
     logging.basicConfig(format="%(levelname)s %(asctime)s %(message)s", datefmt="%m-%d %H:%M:%S")
     logging.getLogger("tutorial_engine").setLevel(logging.INFO)
-    config = uvicorn.Config("", host=args.host, port=args.port, log_level=args.uvicorn_log_level,
-                            access_log=not args.disable_uvicorn_access_log,
-                            timeout_graceful_shutdown=args.shutdown_timeout)
-    listening = config.bind_socket()  # a port that is taken is noticed before the model is loaded
-    config.app = build_app(AsyncLLM.from_engine_args(engine_args), options)
-    uvicorn.Server(config).run(sockets=[listening])
+    with _bind(args.host, args.port) as sock:  # a port that is taken is noticed before the model is loaded
+        app = build_app(AsyncLLM.from_engine_args(engine_args), options)
+        config = uvicorn.Config(app, log_level=args.uvicorn_log_level, access_log=not args.disable_uvicorn_access_log,
+                                timeout_graceful_shutdown=args.shutdown_timeout)
+        logger.info("Serving %s at http://%s:%d", app.state.serving.names[0], args.host, sock.getsockname()[1])
+        uvicorn.Server(config).run(sockets=[sock])
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that has the address, and refuses connections until somebody listens."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise VLLMValidationError(f"Cannot listen at {host}, port {port}: {error.strerror}.", parameter="port",
+                                  value=port) from error
+    return sock
