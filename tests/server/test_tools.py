@@ -55,8 +55,8 @@ HERMES = {
     "two, and text after": (f"A{CALL}\n{CALL.replace('Bern', 'Rome')} bye", "A", [
         ("weather", {"city": "Bern"}), ("weather", {"city": "Rome"})]),
     "not closed": (CALL.removesuffix("\n</tool_call>"), "", [("weather", {"city": "Bern"})]),
-    "braces and quotes in text": ('<tool_call>{"name":"f","arguments":{"a":"}\\"{</","b":[{"c":"é]"}]}}</tool_call>', "",
-                                  [("f", {"a": '}"{</', "b": [{"c": "é]"}]})]),
+    "braces in text": ('<tool_call>{"name":"f","arguments":{"a":"}\\"{</","b":[{"c":"é]"}]}}</tool_call>', "",
+                       [("f", {"a": '}"{</', "b": [{"c": "é]"}]})]),
     "other order": ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", {"a": 1})]),
     "no arguments": ('<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
     "no object": ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
