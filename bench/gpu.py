@@ -57,8 +57,8 @@ class NoTokenizer:
     eos_token_id = bos_token_id = chat_template = None
 
 
-def build_engine(model: ModelConfig) -> LLMEngine:
-    args = EngineArgs(max_model_len=MAX_MODEL_LEN, max_num_seqs=256)
+def build_engine(model: ModelConfig, **kwargs: Any) -> LLMEngine:
+    args = EngineArgs(max_model_len=MAX_MODEL_LEN, **{"max_num_seqs": 256, **kwargs})
     config = EngineConfig.resolve(args, MAX_MODEL_LEN, "cuda", torch.cuda.get_device_capability())
 
     def load() -> Decoder:
@@ -107,9 +107,15 @@ def run(engine: LLMEngine, prompts: list[list[int]], lengths: list[int], tempera
 
 
 class Breakdown:
-    """Mean milliseconds that a step spends in each part, by wrapping the parts."""
+    """Mean milliseconds of the host's time that a step spends in each part, by wrapping the parts.
 
-    PARTS = {"schedule": ("scheduler", "schedule"), "execute": ("model_runner", "execute_model"),
+    schedule: who computes what. prepare: rows and arrays. launch: the rest of what it takes to start a step. sample:
+    outside of a graph. wait: for the tokens of the step before; large if the GPU is what everything waits for.
+    update, output: the books.
+    """
+
+    PARTS = {"schedule": ("scheduler", "schedule"), "launch": ("model_runner", "execute_model"),
+             "prepare": ("model_runner", "_make_batch"), "sample": ("model_runner", "_sample"),
              "update": ("scheduler", "update_from_output"), "output": ("output_processor", "process")}
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -117,6 +123,7 @@ class Breakdown:
         for part, (owner, method) in self.PARTS.items():
             target = getattr(engine, owner)
             setattr(target, method, self._timed(part, getattr(target, method)))
+        engine._finish_step = self._timed("wait", engine._finish_step)
 
     def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
@@ -128,8 +135,11 @@ class Breakdown:
         return timed
 
     def take(self, steps: int) -> dict[str, float]:
-        means = {part: round(seconds / steps * 1e3, 3) for part, seconds in self.seconds.items()}
-        self.seconds.clear()
+        s = self.seconds
+        s["launch"] -= s["prepare"] + s["sample"]
+        s["wait"] -= s["update"] + s["output"]
+        means = {part: round(seconds / steps * 1e3, 3) for part, seconds in s.items()}
+        s.clear()
         return means
 
 

@@ -18,25 +18,34 @@ where Triton has no tensor cores to offer: one program per query head, multiply 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
+
+from tutorial_engine.kernels.kv_quant import check_kv, load_scales
+
+LOG2_E = math.log2(math.e)  # goes into the scale: exp(x) = 2^(x log2 e), and powers of two are what a GPU computes
 
 
 @triton.jit
 def _load_tile(cache_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE: tl.constexpr,
                HEAD_DIM: tl.constexpr):
-    """K or V of some context tokens, found through the block table: [TILE, HEAD_DIM]."""
-    block = tl.load(table_ptr + token // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    """K or V of some context tokens, found through the block table: [TILE, HEAD_DIM]. inside: None if all are."""
+    in_rows = inside
+    if inside is not None:
+        in_rows = inside[:, None]
+    block = tl.load(table_ptr + token // BLOCK_SIZE, mask=inside, other=None if inside is None else 0).to(tl.int64)
     row = (block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
-    return tl.load(cache_ptr + row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], mask=inside[:, None],
-                   other=0.0)
+    return tl.load(cache_ptr + row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], mask=in_rows,
+                   other=None if inside is None else 0.0)
 
 
 @triton.jit
-def _decode(query_ptr, key_ptr, value_ptr, tables_ptr, seq_lens_ptr, out_ptr, part_ptr, part_ml_ptr, scale,
-            table_stride, num_kv_heads, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-            HEAD_DIM: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
+def _decode(query_ptr, key_ptr, value_ptr, tables_ptr, seq_lens_ptr, out_ptr, part_ptr, part_ml_ptr, key_scale_ptr,
+            value_scale_ptr, scale, table_stride, num_kv_heads, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
+            BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
     request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + request)
     # Each split takes whole tiles.
@@ -55,11 +64,15 @@ def _decode(query_ptr, key_ptr, value_ptr, tables_ptr, seq_lens_ptr, out_ptr, pa
         inside = token < last
         k = _load_tile(key_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE, HEAD_DIM)
         v = _load_tile(value_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE, HEAD_DIM)
-        s = tl.where(inside[None, :], tl.dot(q, tl.trans(k), input_precision="ieee") * scale, -1e30)
+        k_scale = load_scales(key_scale_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE)
+        v_scale = load_scales(value_scale_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * (k_scale * scale)[None, :]
+        s = tl.where(inside[None, :], s, -1e30)
         m_new = tl.maximum(m, tl.max(s, axis=1))
-        shrink, p = tl.exp(m - m_new), tl.exp(s - m_new[:, None])
+        shrink, p = tl.exp2(m - m_new), tl.exp2(s - m_new[:, None])
         l = l * shrink + tl.sum(p, axis=1)  # noqa: E741
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        acc = acc * shrink[:, None] + tl.dot((p * v_scale[None, :]).to(q.dtype), v.to(q.dtype),
+                                               input_precision="ieee")
         m = m_new
     if NUM_SPLITS == 1:
         tl.store(out_ptr + head[:, None] * HEAD_DIM + d[None, :], acc / l[:, None], mask=real[:, None])
@@ -71,9 +84,9 @@ def _decode(query_ptr, key_ptr, value_ptr, tables_ptr, seq_lens_ptr, out_ptr, pa
 
 
 @triton.jit
-def _decode_no_dot(query_ptr, key_ptr, value_ptr, tables_ptr, seq_lens_ptr, out_ptr, part_ptr, part_ml_ptr, scale,
-                   table_stride, num_kv_heads, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-                   TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
+def _decode_no_dot(query_ptr, key_ptr, value_ptr, tables_ptr, seq_lens_ptr, out_ptr, part_ptr, part_ml_ptr,
+                   key_scale_ptr, value_scale_ptr, scale, table_stride, num_kv_heads, GROUP: tl.constexpr,
+                   BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
     request, head_in_request, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + request)
     share = tl.cdiv(tl.cdiv(seq_len, TILE), NUM_SPLITS) * TILE
@@ -89,11 +102,13 @@ def _decode_no_dot(query_ptr, key_ptr, value_ptr, tables_ptr, seq_lens_ptr, out_
         inside = token < last
         k = _load_tile(key_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE, HEAD_DIM)
         v = _load_tile(value_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE, HEAD_DIM)
-        s = tl.where(inside, tl.sum(k.to(tl.float32) * q[None, :], axis=1), -1e30)
+        k_scale = load_scales(key_scale_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE)
+        v_scale = load_scales(value_scale_ptr, table_ptr, token, inside, kv_head, num_kv_heads, BLOCK_SIZE)
+        s = tl.where(inside, tl.sum(k.to(tl.float32) * q[None, :], axis=1) * k_scale, -1e30)
         m_new = tl.maximum(m, tl.max(s, axis=0))
-        shrink, p = tl.exp(m - m_new), tl.exp(s - m_new)
+        shrink, p = tl.exp2(m - m_new), tl.exp2(s - m_new)
         l = l * shrink + tl.sum(p, axis=0)  # noqa: E741
-        acc = acc * shrink + tl.sum(p[:, None] * v.to(tl.float32), axis=0)
+        acc = acc * shrink + tl.sum((p * v_scale)[:, None] * v.to(tl.float32), axis=0)
         m = m_new
     if NUM_SPLITS == 1:
         tl.store(out_ptr + head * HEAD_DIM + d, acc / l)
@@ -110,15 +125,15 @@ def _join_splits(part_ptr, part_ml_ptr, out_ptr, HEAD_DIM: tl.constexpr, NUM_SPL
     split, d = tl.arange(0, NUM_SPLITS), tl.arange(0, HEAD_DIM)
     part = head * NUM_SPLITS + split
     m, l = tl.load(part_ml_ptr + part * 2), tl.load(part_ml_ptr + part * 2 + 1)  # noqa: E741
-    weight = tl.exp(m - tl.max(m, axis=0))  # a split beyond the context has l = acc = 0
+    weight = tl.exp2(m - tl.max(m, axis=0))  # a split beyond the context has l = acc = 0
     acc = tl.load(part_ptr + part[:, None] * HEAD_DIM + d[None, :])
     out = tl.sum(acc * weight[:, None], axis=0) / tl.sum(l * weight, axis=0)
     tl.store(out_ptr + head * HEAD_DIM + d, out)
 
 
 def decode_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-                     block_tables: torch.Tensor, seq_lens: torch.Tensor, num_splits: int = 1, use_dot: bool = True
-                     ) -> torch.Tensor:
+                     block_tables: torch.Tensor, seq_lens: torch.Tensor, num_splits: int = 1, use_dot: bool = True,
+                     key_scale: torch.Tensor | None = None, value_scale: torch.Tensor | None = None) -> torch.Tensor:
     """softmax(q K^T / sqrt(head_dim)) V for one query per request.
 
     Args:
@@ -126,10 +141,16 @@ def decode_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: 
         key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim].
         block_tables: [num_requests, max_blocks] int32. seq_lens: [num_requests] int32, at least 1, this token included.
         num_splits: parts of each context, a power of two. use_dot: tensor cores, for compute capability >= 8.0.
+        key_scale, value_scale: [num_blocks, num_kv_heads, block_size] float32 of a cache in int8 or float8, see
+            `kv_quant`; None for a cache in query's dtype.
 
     Returns:
         [num_requests, num_heads, head_dim].
+
+    Raises:
+        TypeError, ValueError: cache and scales do not go together.
     """
+    check_kv(query.dtype, key_cache, value_cache, key_scale, value_scale)
     num_requests, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, _ = key_cache.shape
     group = num_heads // num_kv_heads
@@ -138,14 +159,15 @@ def decode_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: 
     if num_splits > 1:
         part = torch.empty(num_requests, num_heads, num_splits, head_dim, dtype=torch.float32, device=query.device)
         part_ml = torch.empty(num_requests, num_heads, num_splits, 2, dtype=torch.float32, device=query.device)
-    args = (query, key_cache, value_cache, block_tables, seq_lens, out, part, part_ml, head_dim**-0.5,
-            block_tables.stride(0), num_kv_heads)
-    sizes = {"GROUP": group, "BLOCK_SIZE": block_size, "HEAD_DIM": head_dim, "TILE": 64, "NUM_SPLITS": num_splits}
+    args = (query, key_cache, value_cache, block_tables, seq_lens, out, part, part_ml, key_scale, value_scale,
+            head_dim**-0.5 * LOG2_E, block_tables.stride(0), num_kv_heads)
+    sizes = {"GROUP": group, "BLOCK_SIZE": block_size, "HEAD_DIM": head_dim, "NUM_SPLITS": num_splits}
     if use_dot:
+        sizes["TILE"] = 128 if head_dim == 128 and query.element_size() == 2 else 64
         _decode[(num_requests, num_kv_heads, num_splits)](
             *args, **sizes, GROUP_PADDED=max(16, triton.next_power_of_2(group)), num_warps=4)  # a dot has 16 rows
     else:
-        _decode_no_dot[(num_requests, num_heads, num_splits)](*args, **sizes, num_warps=4)
+        _decode_no_dot[(num_requests, num_heads, num_splits)](*args, **sizes, TILE=64, num_warps=4)
     if num_splits > 1:
         _join_splits[(num_requests * num_heads,)](part, part_ml, out, HEAD_DIM=head_dim, NUM_SPLITS=num_splits,
                                                   num_warps=1)

@@ -253,7 +253,7 @@ class KVCacheManager:
         self.prefix_cache_stats = PrefixCacheStats()
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         self.num_cached_blocks: dict[str, int] = {}  # per request: leading blocks already registered by content
-        self.newly_cached: list[KVCacheBlock] = []  # registered in this step, so not yet filled by the model
+        self.newly_cached: list[KVCacheBlock] = []  # registered for a plan that is being made, so not yet filled
 
     def get_computed_blocks(self, request: Request) -> tuple[list[KVCacheBlock], int]:
         """Longest chain of cached full blocks at the start of `request`: (blocks, tokens they hold).
@@ -266,7 +266,7 @@ class KVCacheManager:
         self._hash_full_blocks(request)
         blocks: list[KVCacheBlock] = []
         for i in range((request.num_tokens - 1) // self.block_size):
-            block = self.block_pool.get_cached_block(request.block_hashes[i], self._content(request, i))
+            block = self.block_pool.get_cached_block(request.block_hashes[i], request.block_keys[i])
             if block is None:
                 break
             blocks.append(block)
@@ -295,10 +295,11 @@ class KVCacheManager:
         Returns:
             The new blocks (perhaps none), or None if the pool is short.
         """
-        table = self.req_to_blocks.get(request.request_id, [])
+        num_owned = len(self.req_to_blocks.get(request.request_id, ())) + len(new_computed_blocks)
         num_computed = request.num_computed_tokens + len(new_computed_blocks) * self.block_size
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        num_owned = len(table) + len(new_computed_blocks)
+        if num_slots <= num_owned * self.block_size and not new_computed_blocks and not full_sequence_must_fit:
+            return []  # the common case: a decoding request whose last block is not full
         num_new_blocks = max(0, cdiv(num_slots, self.block_size) - num_owned)
         num_wanted = num_new_blocks
         if full_sequence_must_fit:
@@ -311,7 +312,7 @@ class KVCacheManager:
 
         self.block_pool.touch(new_computed_blocks)
         new_blocks = self.block_pool.get_new_blocks(num_new_blocks)
-        self.req_to_blocks[request.request_id] = [*table, *new_computed_blocks, *new_blocks]
+        self.req_to_blocks.setdefault(request.request_id, []).extend([*new_computed_blocks, *new_blocks])
         self.num_cached_blocks.setdefault(request.request_id, len(new_computed_blocks))
         return new_blocks
 
@@ -321,15 +322,15 @@ class KVCacheManager:
         Called once it is certain that this step computes them: a block whose request is preempted in the same step
         must never be found by another.
         """
-        if not self.enable_caching:
+        first = self.num_cached_blocks[request.request_id]
+        if not self.enable_caching or num_computed_tokens < (first + 1) * self.block_size:
             return
         self._hash_full_blocks(request)
         table = self.req_to_blocks[request.request_id]
-        first = self.num_cached_blocks[request.request_id]
         last = max(first, min(num_computed_tokens, request.num_tokens) // self.block_size)
         for i in range(first, last):
             self._note_stored(request, i)
-            self.block_pool.cache_block(table[i], request.block_hashes[i], self._content(request, i))
+            self.block_pool.cache_block(table[i], request.block_hashes[i], request.block_keys[i])
         self.newly_cached += table[first:last]
         self.num_cached_blocks[request.request_id] = last
 
@@ -346,15 +347,15 @@ class KVCacheManager:
         else:
             events.append(BlockStored([block_hash], parent, tokens, self.block_size))
 
-    def commit_step(self) -> None:
-        """The model has run: what was registered in this step is now really in the cache."""
-        self.newly_cached = []
+    def take_newly_cached(self) -> list[KVCacheBlock]:
+        """Blocks registered since the last call: the model has yet to fill them."""
+        taken, self.newly_cached = self.newly_cached, []
+        return taken
 
-    def rollback_step(self) -> None:
-        """The model has not run: nobody may find what was registered in this step."""
-        for block in self.newly_cached:
+    def uncache(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """The model failed to fill these blocks: nobody may find them."""
+        for block in blocks:
             self.block_pool.uncache_block(block)
-        self.newly_cached = []
 
     def free(self, request: Request) -> None:
         """Give back all blocks, the tail first: the head of a sequence is the most likely to be asked for again, so
@@ -386,8 +387,9 @@ class KVCacheManager:
     def _hash_full_blocks(self, request: Request) -> None:
         hashes = request.block_hashes
         for i in range(len(hashes), request.num_tokens // self.block_size):
-            tokens, extra_keys = self._content(request, i)
+            tokens, extra_keys = key = self._content(request, i)
             hashes.append(hash_block_tokens(hashes[-1] if hashes else NONE_HASH, tokens, extra_keys))
+            request.block_keys.append(key)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless free + used + null = total, every reference is counted and every cached block

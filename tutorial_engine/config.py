@@ -43,7 +43,6 @@ _NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "data_parallel_size": (1,),
     "speculative_config": (None,),
     "enable_lora": (False, None),
-    "async_scheduling": (None, False),
     "hf_overrides": (None, {}),
     "cpu_offload_gb": (0,),
 }
@@ -79,6 +78,8 @@ class EngineArgs:
             ("processed") penalties, temperature and truncation.
         disable_log_stats: keep no per-request timestamps (`RequestOutput.metrics` is None).
         enforce_eager: no CUDA graphs; a CPU always runs eagerly.
+        async_scheduling: plan and start a step while the device still computes the one before. None: on a GPU, unless
+            enforce_eager.
         chat_template: Jinja text or path of a file that replaces the model's own template.
         skip_tokenizer_init: work with token ids only; texts stay empty.
         enable_sleep_mode: nothing to prepare here: `sleep` gives memory back either way.
@@ -115,6 +116,7 @@ class EngineArgs:
     logprobs_mode: str = "raw_logprobs"
     disable_log_stats: bool = True
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
     chat_template: str | None = None
     skip_tokenizer_init: bool = False
     enable_sleep_mode: bool = False
@@ -133,7 +135,6 @@ class EngineArgs:
     data_parallel_size: int = 1
     speculative_config: dict | None = None
     enable_lora: bool | None = False
-    async_scheduling: bool | None = None
     hf_overrides: dict | None = None
     cpu_offload_gb: float = 0
 
@@ -144,7 +145,8 @@ class EngineArgs:
         for name in ("model", "tokenizer", "revision", "tokenizer_revision", "generation_config", "chat_template"):
             self._check_type(name, str, "text")
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "scheduler_reserve_full_isl",
-                     "disable_log_stats", "enforce_eager", "skip_tokenizer_init", "enable_sleep_mode"):
+                     "disable_log_stats", "enforce_eager", "async_scheduling", "skip_tokenizer_init",
+                     "enable_sleep_mode"):
             self._check_type(name, bool, "True or False")
         self.kv_events_config = KVEventsConfig.from_argument(self.kv_events_config)
         self.dtype = str(self.dtype).removeprefix("torch.")
@@ -231,6 +233,7 @@ class EngineConfig:
     max_num_seqs: int
     enable_prefix_caching: bool
     enable_chunked_prefill: bool
+    async_scheduling: bool
 
     @classmethod
     def resolve(cls, args: EngineArgs, model_max_len: int, device: str, capability: tuple[int, int] | None
@@ -273,7 +276,9 @@ class EngineConfig:
         return cls(args=args, device=device, dtype=dtype, max_model_len=max_model_len,
                    block_size=args.block_size or DEFAULT_BLOCK_SIZE, max_num_batched_tokens=budget,
                    max_num_seqs=max_num_seqs, enable_prefix_caching=args.enable_prefix_caching is not False,
-                   enable_chunked_prefill=chunked)
+                   enable_chunked_prefill=chunked,
+                   async_scheduling=device == "cuda" and not args.enforce_eager if args.async_scheduling is None
+                   else args.async_scheduling)
 
     def with_max_model_len(self, max_model_len: int) -> EngineConfig:
         return dataclasses.replace(self, max_model_len=max_model_len)

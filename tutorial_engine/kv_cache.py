@@ -36,21 +36,21 @@ def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * dtype.itemsize
 
 
-def available_kv_cache_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:
+def available_kv_cache_bytes(config: EngineConfig, device: torch.device, reserved_bytes: int) -> int:
     """Memory that the KV cache may take, once the weights are loaded.
 
     Args:
-        activation_bytes: what one step at the full token budget needs besides weights and cache.
+        reserved_bytes: what one step at the full token budget needs besides weights and cache, and what CUDA graphs do.
     """
     if config.args.kv_cache_memory_bytes is not None:
         return config.args.kv_cache_memory_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return int(total * config.args.gpu_memory_utilization) - (total - free) - activation_bytes
+        return int(total * config.args.gpu_memory_utilization) - (total - free) - reserved_bytes
     import psutil
 
     free = psutil.virtual_memory().available
-    return min(int(free * config.args.gpu_memory_utilization) - activation_bytes, CPU_DEFAULT_CACHE_BYTES)
+    return min(int(free * config.args.gpu_memory_utilization) - reserved_bytes, CPU_DEFAULT_CACHE_BYTES)
 
 
 def size_kv_cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, available_bytes: int

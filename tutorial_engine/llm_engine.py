@@ -4,6 +4,12 @@
                                      ^                     |
                                      +---------------------+   until the request is finished
 
+With async scheduling (on a GPU) the engine plans and starts step N + 1 while the GPU still computes step N. It does not
+know the tokens of step N by then, only that there will be some; the GPU has them when step N + 1 needs them:
+
+    host    | schedule 1 | schedule 2 | update 1 | schedule 3 | update 2 | ...
+    GPU                  | step 1 ............. | step 2 .............. | step 3 ...     never waits for the host
+
 Owns: the order of things, and that nothing is lost when one of them fails. Does not own: any of the work itself.
 """
 
@@ -12,8 +18,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +36,7 @@ from tutorial_engine.input_processor import InputProcessor
 from tutorial_engine.interrupts import HeldInterrupts
 from tutorial_engine.kv_events import KVCacheEvent
 from tutorial_engine.metrics import IterationStats, Metric, StatLogger
-from tutorial_engine.model_runner import ModelRunner, load_model
+from tutorial_engine.model_runner import AsyncModelRunnerOutput, ModelRunner, ModelRunnerOutput, load_model
 from tutorial_engine.models.config import ModelConfig
 from tutorial_engine.models.default_model import DEFAULT_MODEL
 from tutorial_engine.models.loader import resolve_model, resolve_tokenizer
@@ -45,6 +53,20 @@ logger = logging.getLogger(__name__)
 MAX_IDLE_STEPS = 3
 
 SLEEP_TAGS = ("weights", "kv_cache", "scheduling")
+
+
+@dataclass
+class StepInFlight:
+    """A step that the model runner has begun with.
+
+    Attributes:
+        pending: what `execute_model` returned. tables: the block tables in this step, if somebody listens.
+    """
+
+    plan: SchedulerOutput
+    pending: ModelRunnerOutput | AsyncModelRunnerOutput
+    listeners: list[Callable]
+    tables: dict[str, list[int]]
 
 
 class LLMEngine:
@@ -77,11 +99,13 @@ class LLMEngine:
         self.last_plan: SchedulerOutput | None = None
         self._asleep: set[str] = set()  # of SLEEP_TAGS
         self._idle_steps = 0
+        self._in_flight: deque[StepInFlight] = deque()  # at most two, the older one first
         self._start_empty()
 
     def _start_empty(self) -> None:
         """Empty queues, and a pool whose blocks are all free."""
         c = self.config
+        self._in_flight.clear()
         self.scheduler = Scheduler(c, KVCacheManager(
             self.num_gpu_blocks, c.block_size, c.max_model_len, c.enable_prefix_caching, c.args.watermark,
             c.args.kv_events_config.enable_kv_cache_events))
@@ -161,25 +185,53 @@ class LLMEngine:
         if self._asleep or not self.scheduler.has_unfinished_requests():
             return []
         with self._guarded() as interrupts:
-            plan = self.scheduler.schedule()
-            self.last_plan = plan
-            if not plan.scheduled:
-                self._check_progress(plan)
-                return []
-            self._idle_steps = 0
-            try:
-                with interrupts.let_through():
-                    result = self.model_runner.execute_model(plan)
-            except BaseException as error:
-                self._fail_step(plan, error)
-            listeners = list(self.listeners)  # another thread may add one meanwhile; it hears of the next step
-            tables = self._block_tables() if listeners else {}
-            kept = self.scheduler.update_from_output(plan, result.sampled_token_ids)
-            outputs, stopped = self.output_processor.process(plan, result, kept)
-            self.scheduler.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
-            self._tell(listeners, plan, tables, kept)
-            self._record(plan, self.output_processor.iteration_stats)
+            if not self._in_flight:
+                self._start_step(interrupts)
+            if self._in_flight and self._may_run_ahead():
+                self._start_step(interrupts)
+            return self._finish_step(interrupts) if self._in_flight else []
+
+    def _start_step(self, interrupts: HeldInterrupts) -> None:
+        """Plan a step and have the model runner begin with it."""
+        plan = self.scheduler.schedule()
+        self.last_plan = plan
+        if not plan.scheduled:
+            self.scheduler.discard_step(plan)
+            self._check_progress(plan)
+            return
+        try:
+            with interrupts.let_through():
+                pending = self.model_runner.execute_model(plan)
+        except BaseException as error:
+            self._fail_steps([plan], error)
+        listeners = list(self.listeners)  # another thread may add one meanwhile; it hears of the next step
+        self._in_flight.append(StepInFlight(plan, pending, listeners, self._block_tables() if listeners else {}))
+
+    def _finish_step(self, interrupts: HeldInterrupts) -> list[RequestOutput]:
+        """Wait for the oldest step in flight, and write into the books what it brought."""
+        step = self._in_flight[0]
+        try:
+            with interrupts.let_through():
+                result = step.pending.get_output()
+        except BaseException as error:
+            failed = [s.plan for s in self._in_flight]  # what came after it began with its tokens
+            self._in_flight.clear()
+            self._fail_steps(failed, error)
+            return []
+        self._in_flight.popleft()
+        self._idle_steps = 0
+        kept = self.scheduler.update_from_output(step.plan, result.sampled_token_ids)
+        outputs, stopped = self.output_processor.process(step.plan, result, kept)
+        self.scheduler.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
+        self._tell(step, kept)
+        self._record(step.plan, self.output_processor.iteration_stats)
         return outputs
+
+    def _may_run_ahead(self) -> bool:
+        """Whether to start the next step before this one is finished: if its tokens are not here yet anyway, and nobody
+        watches, who would see the queues one step too early."""
+        return (len(self._in_flight) == 1 and isinstance(self._in_flight[0].pending, AsyncModelRunnerOutput)
+                and not self.listeners)
 
     @contextmanager
     def _guarded(self) -> Iterator[HeldInterrupts]:
@@ -199,23 +251,29 @@ class LLMEngine:
                                           f"All {len(ended)} requests were ended; it can take new ones.", ended
                                           ) from error
 
-    def _fail_step(self, plan: SchedulerOutput, error: BaseException) -> None:
-        """End the requests of a step that failed, and with each the other completions of its prompt: without their
-        sibling they could never be handed out. Always raises."""
+    def _fail_steps(self, plans: list[SchedulerOutput], error: BaseException) -> None:
+        """End the requests of steps that failed, and with each the other completions of its prompt: without their
+        sibling they could never be handed out. Raises, unless all of them were ended while the step was in flight."""
         states = self.output_processor.states
-        parents = dict.fromkeys(states[i].parent for i in plan.scheduled)
+        parents = dict.fromkeys(states[i].parent for plan in plans for i in plan.scheduled if i in states)
         ended = [state for i, state in states.items() if state.parent in parents]
-        self.scheduler.discard_step(plan)
+        for plan in reversed(plans):
+            self.scheduler.discard_step(plan)
         self._end([state.request.request_id for state in ended], RequestStatus.FINISHED_ERROR)
         outputs = self.output_processor.last_outputs(ended)
         if not isinstance(error, Exception):
             raise error  # an interrupt from the keyboard stays one
-        raise EngineGenerateError(f"The model failed in a step of {len(plan.scheduled)} request(s), which are ended: "
-                                  f"{type(error).__name__}: {error}", [p.request_id for p in parents], outputs
+        if not ended:
+            logger.error("A step failed whose requests were all ended already.", exc_info=error)
+            return
+        raise EngineGenerateError(f"The model failed in a step of {len(plans[0].scheduled)} request(s), which are "
+                                  f"ended: {type(error).__name__}: {error}", [p.request_id for p in parents], outputs
                                   ) from error
 
     def _check_progress(self, plan: SchedulerOutput) -> None:
         """Turn waiting for ever into an error that says who waits for what."""
+        if self._in_flight:
+            return  # whoever is left waits for what it brings
         self._idle_steps += 1
         if self._idle_steps < MAX_IDLE_STEPS:
             return
@@ -230,11 +288,10 @@ class LLMEngine:
             f"{manager.block_pool.get_num_free_blocks()} of {self.num_gpu_blocks - 1} blocks free. {reasons}. "
             "The stuck requests were aborted.", ended)
 
-    def _tell(self, listeners: list[Callable], plan: SchedulerOutput, tables: dict[str, list[int]],
-              kept: dict[str, list[int]]) -> None:
-        for listener in listeners:
+    def _tell(self, step: StepInFlight, kept: dict[str, list[int]]) -> None:
+        for listener in step.listeners:
             try:
-                listener(self.scheduler, plan, tables, kept)
+                listener(self.scheduler, step.plan, step.tables, kept)
             except Exception:
                 logger.exception("A listener failed; it will not be called again.")
                 self.listeners.remove(listener)
@@ -408,6 +465,7 @@ class LLMEngine:
     def close(self) -> None:
         """End all requests and give the memory back. Closing twice does no harm."""
         runner, self.model_runner = self.model_runner, None
+        self._in_flight.clear()
         if runner is not None:
             try:
                 self.abort_request(self._unfinished_ids())

@@ -12,6 +12,7 @@ Owns: weights, cache tensors, the rows of the batch, everything with a device in
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -22,12 +23,13 @@ import torch
 from tutorial_engine.attention import AttentionMetadata
 from tutorial_engine.block_manager import cdiv
 from tutorial_engine.config import EngineConfig
-from tutorial_engine.cuda_graphs import DecodeGraphs
-from tutorial_engine.kv_cache import KVCache, available_kv_cache_bytes, size_kv_cache
+from tutorial_engine.cuda_graphs import StepGraphs, empty_device_cache, graph_bytes
+from tutorial_engine.input_batch import LAST_TOKEN, InputBatch, input_token_ids, to_device
+from tutorial_engine.kv_cache import GIB, KVCache, available_kv_cache_bytes, size_kv_cache
 from tutorial_engine.logits_processor import make_processors
 from tutorial_engine.models.decoder import Decoder
 from tutorial_engine.models.loader import ModelSource
-from tutorial_engine.sampler import LogprobsLists, Sampler, SamplingMetadata, needs_only_temperature, noise_key
+from tutorial_engine.sampler import LogprobsLists, Sampler, SamplingMetadata, noise_keys
 from tutorial_engine.scheduler import ScheduledRequest, SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -47,53 +49,64 @@ class ModelRunnerOutput:
     logprobs: LogprobsLists | None = None
     prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
 
+    def get_output(self) -> ModelRunnerOutput:
+        """Itself: nothing has to be waited for."""
+        return self
+
+
+class AsyncModelRunnerOutput:
+    """A step whose tokens the device is still computing. They come to the host while it does something else.
+
+    Args:
+        result: the rest of the output. request_ids: whom the tokens belong to. sampled: [n] int64, on the device.
+    """
+
+    def __init__(self, result: ModelRunnerOutput, request_ids: list[str], sampled: torch.Tensor) -> None:
+        self._result, self._request_ids, self._sampled, self._copied = result, request_ids, sampled, None
+        if sampled.is_cuda:
+            self._sampled = torch.empty(sampled.shape, dtype=sampled.dtype, pin_memory=True)
+            self._sampled.copy_(sampled, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the tokens."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._result.sampled_token_ids = {i: [t] for i, t in zip(self._request_ids, self._sampled.tolist())}
+        return self._result
+
 
 @dataclass
 class RaggedBatch:
-    """A step's inputs.
+    """A step's requests, in batch order, as arrays on the host.
 
     Attributes:
-        input_ids, positions, slot_mapping: [num_tokens] int64, on the device.
-        query_start_loc: [R + 1] int64, first token of each request. seq_lens: [R] int64, context of each request, this
-            step's tokens included. block_table: [R, max_blocks] int64. On the host.
+        steps: who computes what. rows: [R] of the `InputBatch`.
+        start, num_tokens: [R] int64, tokens computed before this step and in it.
+        samples: [R] bool, whether the last token's logits choose a new one.
     """
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    query_start_loc: np.ndarray
-    seq_lens: np.ndarray
-    block_table: np.ndarray
+    steps: list[ScheduledRequest]
+    rows: np.ndarray
+    start: np.ndarray
+    num_tokens: np.ndarray
+    samples: np.ndarray
 
+    @property
+    def seq_lens(self) -> np.ndarray:
+        """[R] int64, context of each request, this step's tokens included."""
+        return self.start + self.num_tokens
 
-class BlockTables:
-    """Block tables of the requests in the batch as one array, a row per request.
+    @property
+    def query_start_loc(self) -> np.ndarray:
+        """[R + 1] int64, first token of each request in the flat batch."""
+        return np.concatenate([[0], self.num_tokens.cumsum()])
 
-    Attributes:
-        table: [max_num_seqs, max_blocks_per_request] int64; rows of absent requests are stale.
-    """
-
-    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
-        self.table = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
-        self._row: dict[str, int] = {}
-        self._length: dict[str, int] = {}
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-
-    def update(self, out: SchedulerOutput) -> np.ndarray:
-        """Apply a step's changes. Returns the rows of the scheduled requests, in batch order."""
-        for request_id in out.dropped_req_ids:
-            if request_id in self._row:
-                self._free_rows.append(self._row.pop(request_id))
-        for request_id, s in out.scheduled.items():
-            if s.is_first:
-                self._row[request_id] = self._free_rows.pop()
-                self._length[request_id] = 0
-                # What lies behind a table's end is read as padding: it must be the null block, not a stranger's.
-                self.table[self._row[request_id]] = 0
-            begin = self._length[request_id]
-            end = self._length[request_id] = begin + len(s.new_block_ids)
-            self.table[self._row[request_id], begin:end] = s.new_block_ids
-        return np.array([self._row[request_id] for request_id in out.scheduled], dtype=np.int64)
+    @property
+    def is_decode(self) -> bool:
+        """Everyone computes one token and samples."""
+        return bool(self.samples.all()) and len(self.steps) == self.num_tokens.sum()
 
 
 def load_model(config: EngineConfig, source: ModelSource) -> Decoder:
@@ -121,14 +134,16 @@ class ModelRunner:
         self.model: Decoder | None = load()
         self.device, self.dtype = self.model.device, self.model.dtype
         self.sampler = Sampler(config.args.logprobs_mode, make_processors(config, self.device))
-        available = available_kv_cache_bytes(config, self.device, self._activation_bytes())
-        self.num_gpu_blocks, self.max_model_len = size_kv_cache(config, self.model.config, self.dtype, available)
         self._model_config = self.model.config
         self.kv_cache: KVCache | None = None
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self.use_kernels = self._can_use_kernels()
         self.use_prefill_kernel = self.use_kernels and torch.cuda.get_device_capability() >= (8, 0)
-        self.block_tables = BlockTables(config.max_num_seqs, cdiv(self.max_model_len, config.block_size))
+        self.input_batch = InputBatch(config.max_num_seqs, cdiv(config.max_model_len, config.block_size), self.device,
+                                      self.use_kernels)
+        reserved = self._activation_bytes() + self._graph_bytes()
+        available = available_kv_cache_bytes(config, self.device, reserved)
+        self.num_gpu_blocks, self.max_model_len = size_kv_cache(config, self.model.config, self.dtype, available)
         self.restore_kv_cache()
 
     def _activation_bytes(self) -> int:
@@ -137,103 +152,106 @@ class ModelRunner:
         per_token = (2 * c.hidden_size + 4 * c.intermediate_size) * self.dtype.itemsize
         return self.config.max_num_batched_tokens * per_token + 3 * self.config.max_num_seqs * c.vocab_size * 4
 
+    def _graph_bytes(self) -> int:
+        args = self.config.args
+        if not self.use_kernels or args.num_gpu_blocks_override or args.kv_cache_memory_bytes:
+            return 0
+        return graph_bytes(self.config, self.model, self.input_batch, self.use_prefill_kernel)
+
     @torch.inference_mode()
-    def execute_model(self, out: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step. `out` must schedule at least one token."""
-        steps = list(out.scheduled.values())
-        if self.graphs is not None and all(s.num_tokens == 1 and s.samples for s in steps):
-            return self._decode(self.graphs, out, steps)
-        batch = self._prepare_inputs(out, steps)
-        hidden = self._forward(batch)
+    def execute_model(self, out: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Begin with one step; `get_output()` of what is returned waits for its end. With `async_scheduling` the next
+        step may be begun before that. `out` must schedule at least one token."""
+        batch = self._make_batch(out)
         result = ModelRunnerOutput()
-        last_rows = batch.query_start_loc[1:] - 1
-        self._compute_prompt_logprobs(result, steps, hidden, batch.query_start_loc)
-        sampling = [i for i, s in enumerate(steps) if s.samples]
-        if sampling:
-            requests = [steps[i].request for i in sampling]
-            logits = self.model.compute_logits(hidden[torch.from_numpy(last_rows[sampling]).to(self.device)])
-            token_ids, result.logprobs = self.sampler(
-                logits, SamplingMetadata(requests, logits.shape[1], self.device))
-            result.sampled_token_ids = {r.request_id: [t] for r, t in zip(requests, token_ids)}
+        if self.graphs is not None and batch.is_decode:
+            logits, sampled = self.graphs.decode(input_token_ids(batch.steps), batch.rows, batch.start)
+        else:
+            hidden = self._forward(batch)
+            self._compute_prompt_logprobs(result, batch, hidden)
+            logits, sampled = self._logits(batch, hidden), None
+        sampling = np.flatnonzero(batch.samples)
+        plain = not self.sampler.processors and bool(
+            (batch.seq_lens >= self.input_batch.plain_from[batch.rows])[sampling].all())
+        if sampled is None or not plain:
+            sampled, result.logprobs = self._sample(logits, batch, sampling, plain)
+        ids = [batch.steps[i].request.request_id for i in sampling]
+        if plain and self.config.async_scheduling:
+            return AsyncModelRunnerOutput(result, ids, sampled)
+        result.sampled_token_ids = {i: [t] for i, t in zip(ids, sampled.tolist())}
         return result
 
-    def _decode(self, graphs: DecodeGraphs, out: SchedulerOutput, steps: list[ScheduledRequest]) -> ModelRunnerOutput:
-        """A step in which everyone computes one token and samples, by CUDA graph."""
-        tables = self.block_tables.table[self.block_tables.update(out)]
-        self._clear_tails(steps)
-        requests = [s.request for s in steps]
-        logits, sampled = graphs.replay(
-            np.array([r.all_token_ids[-1] for r in requests]), np.array([s.start for s in steps]),
-            np.array([r.sampling_params.temperature for r in requests]),
-            np.array([noise_key(r.seed, r.num_tokens) for r in requests]), tables)
-        logprobs = None
-        if all(needs_only_temperature(r) for r in requests) and not self.sampler.processors:
-            token_ids = sampled.tolist()
-        else:
-            token_ids, logprobs = self.sampler(
-                logits.float(), SamplingMetadata(requests, logits.shape[1], self.device))
-        return ModelRunnerOutput({r.request_id: [t] for r, t in zip(requests, token_ids)}, logprobs)
+    def _make_batch(self, out: SchedulerOutput) -> RaggedBatch:
+        steps = list(out.scheduled.values())
+        rows = self.input_batch.update(out)
+        if not self.use_prefill_kernel:
+            # Zero the new blocks that this step does not fill. torch's attention reads whole blocks and gives the slots
+            # behind a context the weight 0; but 0 * NaN is NaN, so what an overflow left there would poison the next
+            # owner. Kernels do not read it.
+            tails = [s.new_block_ids[-1] for s in steps
+                     if s.new_block_ids and (s.start + s.num_tokens) % self.config.block_size]
+            if tails:
+                self.kv_cache.clear(to_device(np.array(tails), self.device))
+        start, num_tokens, samples = zip(*((s.start, s.num_tokens, s.samples) for s in steps))
+        return RaggedBatch(steps, rows, np.array(start, dtype=np.int64), np.array(num_tokens, dtype=np.int64),
+                           np.array(samples, dtype=bool))
 
     def _forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Hidden states of a step, [num_tokens, hidden_size]."""
-        if not self.use_prefill_kernel:
-            metadata = AttentionMetadata.build(batch.query_start_loc, batch.seq_lens, batch.block_table,
-                                               batch.slot_mapping, self.kv_cache)
-            return self.model(batch.input_ids, batch.positions, self.kv_cache, metadata)
-        from tutorial_engine.kernels import fused
-
-        group = self._model_config.num_attention_heads // self._model_config.num_key_value_heads
-        tiles = self._to_device(fused.cut_tiles(batch.query_start_loc, batch.seq_lens, group))
-        longest = cdiv(int(batch.seq_lens.max()), self.config.block_size)
-        tables = self._to_device(batch.block_table[:, :longest].astype(np.int32))
-
-        def attend(query: torch.Tensor, layer: int) -> torch.Tensor:
-            return fused.prefill_attention(query, self.kv_cache.key[layer], self.kv_cache.value[layer], tables, tiles)
-
-        return self.model.forward_fused(batch.input_ids, batch.positions, batch.slot_mapping, self.kv_cache, attend)
-
-    def _prepare_inputs(self, out: SchedulerOutput, steps: list[ScheduledRequest]) -> RaggedBatch:
-        rows = self.block_tables.update(out)
-        self._clear_tails(steps)
-        num_tokens = np.array([s.num_tokens for s in steps], dtype=np.int64)
-        start = np.array([s.start for s in steps], dtype=np.int64)
-        query_start_loc = np.concatenate([[0], num_tokens.cumsum()])
+        query_start_loc, block_size = batch.query_start_loc, self.config.block_size
         # Position of flat token j of request r: start[r] + (j - query_start_loc[r]).
-        request = np.repeat(np.arange(len(steps)), num_tokens)
-        positions = np.arange(query_start_loc[-1]) + (start - query_start_loc[:-1])[request]
-        input_ids: list[int] = []
-        for s in steps:
-            input_ids += s.request.all_token_ids[s.start:s.start + s.num_tokens]
-        block_size = self.config.block_size
-        blocks = self.block_tables.table[rows[request], positions // block_size]
-        return RaggedBatch(
-            self._to_device(np.array(input_ids)), self._to_device(positions),
-            self._to_device(blocks * block_size + positions % block_size), query_start_loc, start + num_tokens,
-            self.block_tables.table[rows])
+        request = np.repeat(np.arange(len(batch.steps)), batch.num_tokens)
+        positions = np.arange(query_start_loc[-1]) + (batch.start - query_start_loc[:-1])[request]
+        rows = batch.rows[request]
+        slots = self.input_batch.block_table[rows, positions // block_size] * block_size + positions % block_size
+        numbers = np.array([input_token_ids(batch.steps), rows, positions, slots])
+        if self.graphs is not None and self.use_prefill_kernel:
+            return self.graphs.forward(numbers, batch.rows, query_start_loc, batch.seq_lens)
+        ids, rows, positions, slots = to_device(numbers, self.device)
+        ids = torch.where(ids == LAST_TOKEN, self.input_batch.last_token_ids[rows], ids)
+        metadata = AttentionMetadata.build(query_start_loc, batch.seq_lens, self.input_batch.block_table[batch.rows],
+                                           slots, self.kv_cache)
+        return self.model(ids, positions, self.kv_cache, metadata)
 
-    def _clear_tails(self, steps: list[ScheduledRequest]) -> None:
-        """Zero the new blocks that this step does not fill. Attention reads whole blocks and gives the slots behind a
-        context the weight 0; but 0 * NaN is NaN, so what an overflow left there would poison the block's next owner."""
-        tails = [s.new_block_ids[-1] for s in steps
-                 if s.new_block_ids and (s.start + s.num_tokens) % self.config.block_size]
-        if tails:
-            self.kv_cache.clear(self._to_device(np.array(tails)))
+    def _logits(self, batch: RaggedBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Of those who sample: [n, vocab_size]."""
+        last = (batch.query_start_loc[1:] - 1)[batch.samples]
+        if not len(last):
+            return torch.empty(0, self._model_config.vocab_size, dtype=self.dtype, device=self.device)
+        return self.model.compute_logits(hidden[to_device(last, self.device)])
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+    def _sample(self, logits: torch.Tensor, batch: RaggedBatch, sampling: np.ndarray, plain: bool
+                ) -> tuple[torch.Tensor, LogprobsLists | None]:
+        """Token ids [len(sampling)] on the device, and logprobs if someone asked. logits: a row for each."""
+        rows, num_tokens = batch.rows[sampling], batch.seq_lens[sampling]
+        logprobs = None
+        if not len(rows):
+            return torch.empty(0, dtype=torch.int64, device=self.device), None
+        if plain and self.use_kernels:
+            from tutorial_engine.kernels import fused
 
-    def _compute_prompt_logprobs(self, result: ModelRunnerOutput, steps: list[ScheduledRequest], hidden: torch.Tensor,
-                                 query_start_loc: np.ndarray) -> None:
+            temperature, min_p, top_p = to_device(self.input_batch.knobs[:, rows], self.device)
+            top_k, keys = to_device(np.stack([self.input_batch.top_k[rows], noise_keys(
+                self.input_batch.seed[rows], num_tokens)]), self.device)
+            sampled = fused.top_k_top_p_sample(logits, temperature, min_p, top_k, top_p, keys)
+        else:
+            requests = [batch.steps[i].request for i in sampling]
+            token_ids, logprobs = self.sampler(logits.float(), SamplingMetadata(
+                requests, num_tokens.tolist(), logits.shape[1], self.device))
+            sampled = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
+        self.input_batch.last_token_ids[to_device(rows, self.device)] = sampled
+        return sampled, logprobs
+
+    def _compute_prompt_logprobs(self, result: ModelRunnerOutput, batch: RaggedBatch, hidden: torch.Tensor) -> None:
         """Row i of a chunk predicts prompt token start + i + 1; the last prompt token predicts output, not prompt."""
-        for i, s in enumerate(steps):
+        for s, first in zip(batch.steps, batch.query_start_loc.tolist()):
             request = s.request
             if request.sampling_params.prompt_logprobs is None:
                 continue
             num_rows = min(s.num_tokens, request.num_prompt_tokens - 1 - s.start)
             if num_rows <= 0:
                 continue
-            first = int(query_start_loc[i])
-            logits = self.model.compute_logits(hidden[first:first + num_rows])
+            logits = self.model.compute_logits(hidden[first:first + num_rows]).float()
             targets = torch.tensor(request.all_token_ids[s.start + 1:s.start + 1 + num_rows], device=self.device)
             asked = [request.sampling_params.prompt_logprobs] * num_rows
             result.prompt_logprobs[request.request_id] = self.sampler.gather_logprobs(
@@ -271,7 +289,10 @@ class ModelRunner:
         if self.kv_cache is None or self.model is None or self.model.embed_tokens.device.type != self.device.type:
             return  # one of the two still sleeps
         if self.use_kernels:
-            self.graphs = DecodeGraphs(self.config, self.model, self.kv_cache, self.block_tables.table.shape[1])
+            began, before = time.monotonic(), torch.cuda.mem_get_info()[0]
+            self.graphs = StepGraphs(self.config, self.model, self.kv_cache, self.input_batch, self.use_prefill_kernel)
+            logger.info("Graph capturing finished in %.0f secs, took %.2f GiB", time.monotonic() - began,
+                        (before - torch.cuda.mem_get_info()[0]) / GIB)
 
     def _can_use_kernels(self) -> bool:
         if self.device.type != "cuda" or self.config.args.enforce_eager:
@@ -290,5 +311,4 @@ class ModelRunner:
 
     def _empty_device_cache(self) -> None:
         if self.device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream that a graph was recorded on
-            torch.cuda.empty_cache()
+            empty_device_cache()

@@ -155,7 +155,9 @@ class OutputProcessor:
         outputs: list[RequestOutput] = []
         stopped: list[str] = []
         for internal_id, scheduled in plan.scheduled.items():
-            state = self.states[internal_id]
+            state = self.states.get(internal_id)
+            if state is None:
+                continue  # it was ended while the step was in flight
             state.stats.scheduled_ts = state.stats.scheduled_ts or plan.time
             if internal_id in result.prompt_logprobs:
                 state.add_prompt_logprobs(result.prompt_logprobs[internal_id], scheduled.start)

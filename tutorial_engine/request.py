@@ -84,11 +84,14 @@ class Request:
         self.all_token_ids: list[int] = list(prompt_token_ids)  # prompt, then output
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
+        self.num_output_placeholders = 0  # tokens that steps in flight will sample: counted on, but not known yet
         self.num_cached_tokens = -1  # prefix-cache hit at first scheduling; -1 until then
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
-        self.block_hashes: list[bytes] = []  # one per full block of all_token_ids, filled in by the block manager
+        # One of each per full block of all_token_ids, filled in by the block manager.
+        self.block_hashes: list[bytes] = []
+        self.block_keys: list[tuple] = []
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +114,12 @@ class Request:
         """Order under the "priority" policy: smaller goes first and is preempted last."""
         return self.priority, self.arrival_time, self.request_id
 
+    def is_full(self, max_model_len: int, num_in_flight: int = 0) -> bool:
+        """True if no token may follow the known ones and `num_in_flight` more."""
+        num_tokens = len(self.all_token_ids) + num_in_flight
+        return (num_tokens >= max_model_len
+                or num_tokens - self.num_prompt_tokens >= self.sampling_params.max_tokens)
+
     def append_output_token(self, token_id: int, max_model_len: int) -> bool:
         """Add a sampled token and say whether it ended the request.
 
@@ -118,15 +127,17 @@ class Request:
         """
         self.all_token_ids.append(token_id)
         params = self.sampling_params
-        if self.num_output_tokens >= params.min_tokens:
+        if len(self.all_token_ids) - self.num_prompt_tokens >= params.min_tokens:
             if token_id == self.eos_token_id and not params.ignore_eos:
                 self.status = RequestStatus.FINISHED_STOPPED
+                return True
             elif token_id in params.stop_token_ids:
                 self.status, self.stop_reason = RequestStatus.FINISHED_STOPPED, token_id
-        if not self.status.is_finished and (
-                self.num_tokens >= max_model_len or self.num_output_tokens >= params.max_tokens):
+                return True
+        if self.is_full(max_model_len):
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        return self.status.is_finished
+            return True
+        return False
 
     def __repr__(self) -> str:
         return (f"Request({self.request_id!r}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens} tokens "

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tutorial_engine.logits_processor import ProcessorPipeline
@@ -48,11 +49,13 @@ class SamplingMetadata:
 
     Args:
         requests: one per row, in row order.
+        num_tokens: of each request, before the one to be sampled: the position that the noise is drawn for.
         vocab_size: columns of the logits.
         device: of the logits.
     """
 
-    def __init__(self, requests: Sequence[Request], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, requests: Sequence[Request], num_tokens: Sequence[int], vocab_size: int, device: torch.device
+                 ) -> None:
         self.requests = requests
         self.vocab_size = vocab_size
         self.device = device
@@ -66,8 +69,8 @@ class SamplingMetadata:
         # A k outside of the vocabulary is no restriction.
         self.top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in drawing]
         self.top_p = [p.top_p for p in drawing]
-        self.noise_keys = self._column([noise_key(requests[i].seed, requests[i].num_tokens)
-                                        for i in self.random_rows], torch.int64)
+        self.noise_keys = self._column([noise_key(requests[i].seed, num_tokens[i]) for i in self.random_rows],
+                                       torch.int64)
 
     def _column(self, values: list, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)[:, None]
@@ -158,13 +161,17 @@ class Sampler:
             sampled_ranks=ranks.tolist())
 
 
-def needs_only_temperature(request: Request) -> bool:
-    """True if Gumbel-max over a whole row is all that this request wants of its next token."""
+NEVER = 1 << 62
+
+
+def plain_from(request: Request) -> int:
+    """Length in tokens from which on this request's next token can be drawn without the host, from its logits by
+    temperature, min_p, top_k and top_p alone; NEVER if it always wants more."""
     p = request.sampling_params
-    return (p.top_k <= 0 and p.top_p == 1.0 and p.min_p == 0.0 and p.logprobs is None
-            and p.repetition_penalty == 1.0 and p.frequency_penalty == 0.0 and p.presence_penalty == 0.0
-            and not p.logit_bias and p.allowed_token_ids is None and not request.bad_words_token_ids
-            and request.grammar is None and request.num_output_tokens >= p.min_tokens)
+    plain = (p.logprobs is None and p.repetition_penalty == 1.0 and p.frequency_penalty == 0.0
+             and p.presence_penalty == 0.0 and not p.logit_bias and p.allowed_token_ids is None
+             and not request.bad_words_token_ids and request.grammar is None)
+    return request.num_prompt_tokens + p.min_tokens if plain else NEVER
 
 
 def apply_token_rules(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
@@ -322,16 +329,24 @@ def brute_force_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Ten
     return probs / probs.sum()
 
 
-_MASK64 = (1 << 64) - 1
+MASK64 = (1 << 64) - 1
 
 
 def noise_key(seed: int, position: int) -> int:
     """64-bit key of one draw, as a signed integer: splitmix64 of the seed and the position (Steele et al., 2014)."""
-    x = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03) & _MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    x = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03) & MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
     x ^= x >> 31
     return x - (1 << 64) if x >> 63 else x
+
+
+def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`noise_key` of many rows at once. Args: seeds [n] uint64, positions [n]. Returns: [n] int64."""
+    x = seeds * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))).view(np.int64)
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

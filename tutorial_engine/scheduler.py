@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tutorial_engine.block_manager import KVCacheManager
+from tutorial_engine.block_manager import KVCacheBlock, KVCacheManager
 from tutorial_engine.config import EngineConfig
 from tutorial_engine.request import Request, RequestStatus
 
@@ -51,7 +51,8 @@ class SchedulerOutput:
     time: float = field(default_factory=time.monotonic)  # when it was made
     scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
-    dropped_req_ids: list[str] = field(default_factory=list)  # finished or preempted since the step before
+    dropped_req_ids: list[str] = field(default_factory=list)  # finished or preempted since the plan before
+    newly_cached: list[KVCacheBlock] = field(default_factory=list)  # may be found from now on, filled in this step
     waiting_reasons: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -114,7 +115,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue(self.policy)
         self.running: list[Request] = []
-        # Finished or preempted, for the runner to forget; kept until a step that says so has really run.
+        # Finished or preempted, for the runner to forget: the next plan says so.
         self.dropped_req_ids: list[str] = []
 
     def add_request(self, request: Request) -> None:
@@ -125,7 +126,11 @@ class Scheduler:
         return bool(self.requests)
 
     def schedule(self) -> SchedulerOutput:
-        """Plan one step and count its tokens as computed."""
+        """Plan one step and count its tokens as computed.
+
+        The step before may still be running ("in flight"): then the tokens that it samples are counted on, though
+        nobody knows yet which they are.
+        """
         out = SchedulerOutput(budget_left=self.config.max_num_batched_tokens)
         self._schedule_running(out)
         # Only now is it certain that these are computed in this step: their blocks may be found from here on.
@@ -138,14 +143,21 @@ class Scheduler:
             self._schedule_waiting(out)
         for s in out.scheduled.values():
             s.request.num_computed_tokens += s.num_tokens
-        out.dropped_req_ids = list(self.dropped_req_ids)
+            s.request.num_output_placeholders += s.samples
+        out.newly_cached = self.kv_cache_manager.take_newly_cached()
+        out.dropped_req_ids, self.dropped_req_ids = self.dropped_req_ids, []
         return out
 
     def _schedule_running(self, out: SchedulerOutput) -> None:
         i = 0
         while i < len(self.running) and out.budget_left > 0:
             request = self.running[i]
-            num_new = min(self._cap(request.num_tokens - request.num_computed_tokens), out.budget_left)
+            in_flight = request.num_output_placeholders
+            if in_flight and request.is_full(self.config.max_model_len, in_flight):
+                i += 1  # nothing is left to compute for it
+                continue
+            num_wanted = len(request.all_token_ids) + in_flight - request.num_computed_tokens
+            num_new = min(self._cap(num_wanted), out.budget_left)
             new_blocks = self.kv_cache_manager.allocate_slots(request, num_new)
             while new_blocks is None:
                 victim = self._pick_victim()
@@ -155,7 +167,7 @@ class Scheduler:
                     break
                 new_blocks = self.kv_cache_manager.allocate_slots(request, num_new)
             else:
-                self._add(out, request, num_new, new_blocks, is_first=False)
+                self._add(out, request, num_new, new_blocks, is_first=False, samples=num_new == num_wanted)
                 i += 1
 
     def _schedule_waiting(self, out: SchedulerOutput) -> None:
@@ -165,8 +177,12 @@ class Scheduler:
             if len(self.running) >= self.config.max_num_seqs:
                 out.waiting_reasons[request.request_id] = f"all {self.config.max_num_seqs} seats (max_num_seqs) taken"
                 return
+            if request.num_output_placeholders:
+                out.waiting_reasons[request.request_id] = "preempted while its last token was in flight"
+                return
             hit_blocks, num_hits = kv.get_computed_blocks(request)
-            num_new = self._cap(request.num_tokens - num_hits)
+            num_wanted = request.num_tokens - num_hits
+            num_new = self._cap(num_wanted)
             if out.budget_left == 0 or (num_new > out.budget_left and not self.config.enable_chunked_prefill):
                 out.waiting_reasons[request.request_id] = "the token budget of this step is spent"
                 return
@@ -184,7 +200,7 @@ class Scheduler:
             request.num_computed_tokens = num_hits
             request.status = RequestStatus.RUNNING
             self.running.append(request)
-            self._add(out, request, num_new, [*hit_blocks, *new_blocks], is_first=True)
+            self._add(out, request, num_new, [*hit_blocks, *new_blocks], is_first=True, samples=num_new == num_wanted)
             # Nobody is preempted any more in this step, so the next waiting request may already share these blocks:
             # in every layer all K and V are written before attention reads them.
             kv.cache_blocks(request, num_hits + num_new)
@@ -194,11 +210,10 @@ class Scheduler:
         threshold = self.config.args.long_prefill_token_threshold
         return min(num_new, threshold) if threshold and len(self.requests) > 1 else num_new
 
-    def _add(self, out: SchedulerOutput, request: Request, num_tokens: int, blocks: Sequence, is_first: bool) -> None:
-        start = request.num_computed_tokens
+    def _add(self, out: SchedulerOutput, request: Request, num_tokens: int, blocks: Sequence, is_first: bool,
+             samples: bool) -> None:
         out.scheduled[request.request_id] = ScheduledRequest(
-            request, start, num_tokens, [b.block_id for b in blocks], is_first,
-            samples=start + num_tokens == request.num_tokens)
+            request, request.num_computed_tokens, num_tokens, [b.block_id for b in blocks], is_first, samples)
         out.budget_left -= num_tokens
 
     def _pick_victim(self) -> Request:
@@ -228,11 +243,12 @@ class Scheduler:
             Per request id, the tokens that were kept (those after a stop are not, nor what a grammar refuses: it
             ends the request as an error).
         """
-        self.kv_cache_manager.commit_step()
-        del self.dropped_req_ids[:len(out.dropped_req_ids)]
         kept: dict[str, list[int]] = {}
         for request_id, token_ids in sampled_token_ids.items():
             request = out.scheduled[request_id].request
+            if request.status.is_finished:  # while the step was in flight
+                continue
+            request.num_output_placeholders -= 1
             new = kept[request_id] = []
             for token_id in token_ids:
                 if request.grammar is not None and not request.grammar.accept_token(token_id):
@@ -246,8 +262,9 @@ class Scheduler:
         return kept
 
     def discard_step(self, out: SchedulerOutput) -> None:
-        """The model failed: whatever was planned is not in the cache. Finish the requests of the step as errors."""
-        self.kv_cache_manager.rollback_step()
+        """The step was not run: whatever was planned is not in the cache. Finish its requests as errors."""
+        self.kv_cache_manager.uncache(out.newly_cached)
+        self.dropped_req_ids = [*out.dropped_req_ids, *self.dropped_req_ids]  # the runner may not have heard
         self.finish_requests(out.scheduled, RequestStatus.FINISHED_ERROR)
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> None:

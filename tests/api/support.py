@@ -136,8 +136,8 @@ class ScriptedRunner:
         requests = [s.request for s in plan.scheduled.values() if s.samples]
         if not requests:
             return ModelRunnerOutput()
-        token_ids, logprobs = self.sampler(torch.stack([self.logits(r) for r in requests]),
-                                           SamplingMetadata(requests, self.vocab_size, torch.device("cpu")))
+        metadata = SamplingMetadata(requests, [r.num_tokens for r in requests], self.vocab_size, torch.device("cpu"))
+        token_ids, logprobs = self.sampler(torch.stack([self.logits(r) for r in requests]), metadata)
         return ModelRunnerOutput({r.request_id: [t] for r, t in zip(requests, token_ids, strict=True)}, logprobs)
 
     def close(self) -> None:

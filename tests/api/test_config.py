@@ -53,7 +53,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("tokenizer_mode", "slow"), ("quantization", "awq"), ("prefix_caching_hash_algo", "xxhash"),
     ("kv_cache_dtype", "fp8"), ("tensor_parallel_size", 2), ("pipeline_parallel_size", 2), ("data_parallel_size", 2),
     ("speculative_config", {"method": "ngram"}), ("enable_lora", True), ("enable_sleep_mode", 1),
-    ("async_scheduling", True), ("hf_overrides", {"a": 1}), ("cpu_offload_gb", 1),
+    ("async_scheduling", 1), ("hf_overrides", {"a": 1}), ("cpu_offload_gb", 1),
     ("skip_tokenizer_init", "no"), ("kv_events_config", {"publisher": "zmq"}),
     ("kv_events_config", {"topic": ""}), ("trust_remote_code", "yes")]
 
@@ -67,7 +67,7 @@ def test_refused(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name, value", [
     ("tokenizer_mode", "auto"), ("trust_remote_code", True), ("quantization", None), ("tensor_parallel_size", 1),
-    ("speculative_config", None), ("enable_lora", False), ("enable_sleep_mode", False), ("async_scheduling", False),
+    ("speculative_config", None), ("enable_lora", False), ("enable_sleep_mode", False), ("async_scheduling", True),
     ("hf_overrides", {}), ("cpu_offload_gb", 0), ("max_logprobs", -1), ("watermark", 0), ("watermark", 1),
     ("gpu_memory_utilization", 1), ("seed", None), ("seed", 2**70), ("enforce_eager", True),
     ("override_generation_config", {"temperature": 0.5, "max_new_tokens": 9})])

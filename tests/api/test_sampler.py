@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -20,6 +21,7 @@ from tests.api.support import chi_square_p
 from tutorial_engine import SamplingParams, sampler
 from tutorial_engine.request import Request
 from tutorial_engine.sampler import (
+    MASK64,
     LogprobsLists,
     Sampler,
     SamplingMetadata,
@@ -27,6 +29,7 @@ from tutorial_engine.sampler import (
     brute_force_probs,
     gumbel_noise,
     noise_key,
+    noise_keys,
     truncate,
     truncate_head,
 )
@@ -43,9 +46,13 @@ def make_row(params: SamplingParams, prompt: Sequence[int] = (0,), output: Seque
     return request
 
 
+def metadata(rows: list[Request], vocab_size: int) -> SamplingMetadata:
+    return SamplingMetadata(rows, [r.num_tokens for r in rows], vocab_size, CPU)
+
+
 def sample(logits: torch.Tensor, rows: list[Request], mode: str = "raw_logprobs"
            ) -> tuple[list[int], LogprobsLists | None]:
-    return Sampler(mode)(logits.clone(), SamplingMetadata(rows, logits.shape[1], CPU))
+    return Sampler(mode)(logits.clone(), metadata(rows, logits.shape[1]))
 
 
 def as_dicts(lists: LogprobsLists) -> list[dict[int, float]]:
@@ -54,7 +61,7 @@ def as_dicts(lists: LogprobsLists) -> list[dict[int, float]]:
 
 def penalised(logits: list[float], row: Request) -> list[float]:
     out = torch.tensor([logits])
-    apply_penalties(out, SamplingMetadata([row], len(logits), CPU))
+    apply_penalties(out, metadata([row], len(logits)))
     return out[0].tolist()
 
 
@@ -86,7 +93,7 @@ def test_penalties_touch_only_the_rows_that_ask() -> None:
     logits = torch.full((3, 4), 2.0)
     rows = [make_row(SamplingParams()), make_row(SamplingParams(repetition_penalty=2), prompt=[1]),
             make_row(SamplingParams(presence_penalty=1), prompt=[1])]
-    apply_penalties(logits, SamplingMetadata(rows, 4, CPU))
+    apply_penalties(logits, metadata(rows, 4))
     assert logits.tolist() == [[2, 2, 2, 2], [2, 1, 2, 2], [2, 2, 2, 2]]
 
 
@@ -368,6 +375,13 @@ def test_same_seed_other_position_other_noise() -> None:
     assert len(keys) == 10_000
     assert all(-(2**63) <= key < 2**63 for key in keys) and min(keys) < 0 < max(keys)
     assert noise_key(7, 3) == noise_key(7, 3) and noise_key(2**63 - 1, 1) != noise_key(-(2**63), 1)
+
+
+def test_the_keys_of_many_rows_are_those_of_each() -> None:
+    seeds = [0, 1, 7, 2**63 - 1, -1, -(2**63), 2**64 - 1, 123456789] * 50
+    positions = [(i * i) % 4099 for i in range(len(seeds))]
+    keys = noise_keys(np.array([seed & MASK64 for seed in seeds], dtype=np.uint64), np.array(positions))
+    assert keys.dtype == np.int64 and keys.tolist() == [noise_key(s, p) for s, p in zip(seeds, positions, strict=True)]
 
 
 def test_noise_is_gumbel_and_finite() -> None:

@@ -363,10 +363,14 @@ def watermark() -> None:
     refuses("watermark", LLM, watermark=1.5)
 
 
-@row("L30", "async_scheduling", NOT_HERE)
+@row("L30", "async_scheduling", SAME)
 def async_scheduling() -> None:
-    """Steps are planned one after another, not during the forward pass before."""
-    only_neutral("async_scheduling", None, True)
+    """A step is planned and started while the one before still runs; the tokens are the same."""
+    prompts, params = ["p" * 9, "q" * 3], SamplingParams(max_tokens=7, temperature=0.9, seed=5)
+    said = [[o.outputs[0].token_ids for o in letters_llm("abc", async_scheduling=ahead).generate(
+        prompts, params, use_tqdm=False)] for ahead in (False, True)]
+    assert said[0] == said[1]
+    refuses("async_scheduling", LLM, async_scheduling="yes")
 
 
 @row("L31", "chat_template and other arguments", DIFFERS)

@@ -21,12 +21,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from tests.core.support import FakeTokenizer, assert_clean, make_config
 from tutorial_engine.block_manager import cdiv
 from tutorial_engine.config import EngineConfig
 from tutorial_engine.exceptions import EngineGenerateError
+from tutorial_engine.input_batch import InputBatch
 from tutorial_engine.llm_engine import LLMEngine
-from tutorial_engine.model_runner import BlockTables, ModelRunnerOutput
+from tutorial_engine.model_runner import AsyncModelRunnerOutput, ModelRunnerOutput
 from tutorial_engine.outputs import RequestOutput
 from tutorial_engine.request import Request
 from tutorial_engine.sampling_params import RequestOutputKind, SamplingParams
@@ -66,30 +69,47 @@ def solo_run(prompt: list[int], params: SamplingParams, seed: int, salt: str | N
             return output, "length"
 
 
+class LateOutput(AsyncModelRunnerOutput):
+    """Tokens that come, or an error that comes, only when somebody waits for them."""
+
+    error: BaseException | None = None
+
+    def get_output(self) -> ModelRunnerOutput:
+        if self.error is not None:
+            raise self.error
+        return super().get_output()
+
+
 class OracleRunner:
     """Stands in for `ModelRunner`.
 
     Attributes:
-        fail: raised instead of a result, once; "when" says whether before, in the middle of, or after the writes.
+        fail: raised instead of a result, once; "when" says whether before, in the middle of, or after the writes, or
+            when the result is waited for.
+        newest: request id -> the last token sampled for it, and its position: with async scheduling the engine may not
+            know it yet.
         stats: what happened, to prove that the workloads exercise what they are meant to.
     """
 
     def __init__(self, config: EngineConfig, num_gpu_blocks: int, vocab_size: int, stats: Counter) -> None:
         self.config, self.vocab_size, self.stats = config, vocab_size, stats
         self.num_gpu_blocks, self.max_model_len = num_gpu_blocks, config.max_model_len
-        self.block_tables = BlockTables(config.max_num_seqs, cdiv(config.max_model_len, config.block_size))
+        self.input_batch = InputBatch(config.max_num_seqs, cdiv(config.max_model_len, config.block_size),
+                                      torch.device("cpu"))
         self.slots = [[NEVER_WRITTEN] * config.block_size for _ in range(num_gpu_blocks)]
         self.hashes: dict[str, list[int]] = {}
+        self.newest: dict[str, tuple[int, int]] = {}
         self.fail: tuple[str, BaseException] | None = None
+        self.late_error: BaseException | None = None  # the last one that a result in flight will raise
         self.check_plan: Any = lambda plan: None
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         self.check_plan(plan)
         (when, error), self.fail = self.fail or ("never", None), None
         if when == "before":
             raise error
-        rows = self.block_tables.update(plan)
-        steps = [(s, self.block_tables.table[row].tolist()) for row, s in zip(rows, plan.scheduled.values())]
+        rows = self.input_batch.update(plan)
+        steps = [(s, self.input_batch.block_table[row].tolist()) for row, s in zip(rows, plan.scheduled.values())]
         written: set[tuple[int, int]] = set()
         for i, (s, table) in enumerate(steps):
             if when == "middle" and i == len(steps) // 2:
@@ -100,14 +120,29 @@ class OracleRunner:
         # All writes of a layer come before its reads, so a request may read what another one computes in this step.
         for s, table in steps:
             self._read(s, table)
-        return ModelRunnerOutput({s.request.request_id: [self._sample(s.request)] for s, _ in steps if s.samples})
+        sampled = {s.request.request_id: self._sample(s) for s, _ in steps if s.samples}
+        if self.config.async_scheduling:
+            output = LateOutput(ModelRunnerOutput(), list(sampled), torch.tensor(list(sampled.values())))
+            if when == "late":
+                output.error = self.late_error = error
+            return output
+        if when == "late":
+            raise error
+        return ModelRunnerOutput({i: [t] for i, t in sampled.items()})
 
-    def _prefix_hashes(self, request: Request) -> list[int]:
+    def _prefix_hashes(self, s: ScheduledRequest) -> list[int]:
+        request, end = s.request, s.start + s.num_tokens
         hashes = self.hashes.setdefault(request.request_id, [salt_hash(request.cache_salt)])
-        return extend_hashes(hashes, request.all_token_ids)
+        token_ids = request.all_token_ids
+        if end > len(token_ids):  # it was sampled in the step before, and is not in the engine's books yet
+            position, token_id = self.newest[request.request_id]
+            assert position == end - 1 == len(token_ids), f"{request} computes a token that nobody has sampled"
+            token_ids = [*token_ids, token_id]
+            self.stats["tokens in flight"] += 1
+        return extend_hashes(hashes, token_ids)
 
     def _write(self, s: ScheduledRequest, table: list[int], written: set[tuple[int, int]], garbage: bool) -> None:
-        hashes = self._prefix_hashes(s.request)
+        hashes = self._prefix_hashes(s)
         for p in range(s.start, s.start + s.num_tokens):
             block, offset = table[p // self.config.block_size], p % self.config.block_size
             assert block != 0, f"{s.request} writes position {p} into the null block"
@@ -117,14 +152,17 @@ class OracleRunner:
 
     def _read(self, s: ScheduledRequest, table: list[int]) -> None:
         size, end = self.config.block_size, s.start + s.num_tokens
-        right = self._prefix_hashes(s.request)[1:]
+        right = self._prefix_hashes(s)[1:]
         for i in range(cdiv(end, size)):
             num = min(size, end - i * size)
             assert self.slots[table[i]][:num] == right[i * size:i * size + num], (
                 f"wrong KV: {s.request} at tokens {s.start} to {end} reads block {table[i]} as its logical block {i}")
 
-    def _sample(self, request: Request) -> int:
-        return next_token(self._prefix_hashes(request)[request.num_tokens], request.seed, self.vocab_size)
+    def _sample(self, s: ScheduledRequest) -> int:
+        end = s.start + s.num_tokens
+        token_id = next_token(self._prefix_hashes(s)[end], s.request.seed, self.vocab_size)
+        self.newest[s.request.request_id] = end, token_id
+        return token_id
 
     def close(self) -> None:
         self.slots = []
@@ -188,6 +226,7 @@ class Workload:
         args["enable_prefix_caching"] = rng.random() < 0.9
         args["watermark"] = rng.choice([0.0, 0.0, 0.1, 0.4])
         args["scheduler_reserve_full_isl"] = rng.random() < 0.5
+        args["async_scheduling"] = rng.random() < 0.5
         return args
 
     def _random_tokens(self, num: int) -> list[int]:
@@ -243,7 +282,7 @@ class Workload:
                 self.stats["resets"] += 1
         elif dice < 0.06:
             error = self.rng.choice([RuntimeError("planned"), KeyboardInterrupt()])
-            self.runner.fail = self.rng.choice(["before", "middle", "after"]), error
+            self.runner.fail = self.rng.choice(["before", "middle", "after", "late"]), error
 
     # The run
 
@@ -267,14 +306,15 @@ class Workload:
         try:
             outputs = self.engine.step()
         except (EngineGenerateError, KeyboardInterrupt) as error:
-            if not planned or planned[1] not in (error, error.__cause__):
+            expected = (planned[1] if planned else None, self.runner.late_error)
+            if not any(e is not None and e in (error, error.__cause__) for e in expected):
                 raise error.__cause__ or error from None  # found by the runner's checks, or by the engine's own
             self.stats["failures"] += 1
             alive = {state.parent.request_id for state in self.engine.output_processor.states.values()}
             self.in_flight = {i: e for i, e in self.in_flight.items() if i in alive}
             outputs = []
         else:
-            assert not (busy and planned), "a step was planned without any request in it"
+            assert self.config.async_scheduling or not (busy and planned), "a step without any request in it"
         self.runner.fail = None
         self.check_state()
         for output in outputs:
@@ -310,7 +350,9 @@ class Workload:
         assert len(self.scheduler.running) <= config.max_num_seqs, "more running than seats"
         for s in scheduled:
             assert s.num_tokens >= 1, f"nothing left to compute: {s}"
-            assert s.start + s.num_tokens <= s.request.num_tokens, f"more tokens than there are: {s}"
+            in_flight = s.request.num_output_placeholders - s.samples
+            assert 0 <= in_flight <= self.config.async_scheduling, f"{in_flight} steps are in flight: {s}"
+            assert s.start + s.num_tokens <= s.request.num_tokens + in_flight, f"more tokens than there are: {s}"
             if args.long_prefill_token_threshold and len(self.scheduler.requests) > 1:
                 assert s.num_tokens <= args.long_prefill_token_threshold, f"over the threshold: {s}"
             elif not config.enable_chunked_prefill:
@@ -318,7 +360,8 @@ class Workload:
         self._check_order(plan, scheduled)
         for s in scheduled:
             if s.is_first:
-                self._check_lookup(s)
+                self._check_lookup(plan, s)
+        self.running_before = list(self.scheduler.running)
         self.stats["chunks"] += sum(not s.samples for s in scheduled)
         self.stats["preemptions"] += len(plan.preempted)
 
@@ -327,7 +370,10 @@ class Workload:
         new = [s.is_first for s in scheduled]
         assert new == sorted(new), "a newcomer before a running one"
         if plan.budget_left:
-            assert [s.request for s in scheduled] == running, "budget is left, but a running request got nothing"
+            done = [r for r in running if r.request_id not in plan.scheduled
+                    and r.is_full(self.max_model_len, r.num_output_placeholders)]
+            assert [s.request for s in scheduled] == [r for r in running if r not in done], (
+                "budget is left, but a running request got nothing")
         if waiting:
             assert waiting[0].request_id in plan.waiting_reasons, "the first in line waits for no reason"
         by_arrival = [r.arrival_time for r in [*running, *waiting]]
@@ -341,7 +387,7 @@ class Workload:
             assert plan.preempted == victims[::-1], "the wrong request was preempted"
             assert not any(new), "someone was admitted although someone was preempted"
 
-    def _check_lookup(self, s: ScheduledRequest) -> None:
+    def _check_lookup(self, plan: SchedulerOutput, s: ScheduledRequest) -> None:
         """The hit that is reported is the first one; requests that were preempted are not in the statistics."""
         request = s.request
         first_hit = self.first_hit.setdefault(request.request_id, s.start)
@@ -351,7 +397,7 @@ class Workload:
             self.lookups["hits"] += s.start
         self.stats["hits"] += s.start > 0
         hit = s.new_block_ids[:s.start // self.block_size]
-        self.stats["hits in the same step"] += any(block.block_id in hit for block in self.manager.newly_cached)
+        self.stats["hits in the same step"] += any(block.block_id in hit for block in plan.newly_cached)
 
     def check_state(self) -> None:
         if self.invariants:
@@ -368,7 +414,7 @@ class Workload:
     def check_end(self) -> None:
         assert not self.in_flight, f"never answered: {list(self.in_flight)}"
         assert_clean(self.engine)
-        leaked = self.runner.block_tables._row.keys() - set(self.scheduler.dropped_req_ids)
+        leaked = self.runner.input_batch._row.keys() - set(self.scheduler.dropped_req_ids)
         assert not leaked, f"rows of the runner's block table that nobody will ever free: {leaked}"
         assert self.engine.reset_prefix_cache() and not self.manager.block_pool.cached_block_hash_to_block
 

@@ -36,7 +36,7 @@ def admit(manager: KVCacheManager, request: Request, num_tokens: int | None = No
     manager.cache_blocks(request, hits + num_tokens)
     request.num_computed_tokens += num_tokens
     request.status = RequestStatus.RUNNING
-    manager.commit_step()
+    manager.take_newly_cached()
     manager.check_invariants()
     return manager.get_block_ids(request.request_id)
 
@@ -402,20 +402,14 @@ def test_rollback_forgets_what_the_step_registered_and_nothing_else() -> None:
     blocks, hits = manager.get_computed_blocks(new)
     manager.allocate_slots(new, 9, blocks)
     manager.cache_blocks(new, 13)
-    assert [b.block_id for b in manager.newly_cached] == manager.get_block_ids("b")[1:3]
+    registered = manager.take_newly_cached()
+    assert [b.block_id for b in registered] == manager.get_block_ids("b")[1:3]
     assert num_hits(manager, make_request("c", [1] * 13)) == 12  # same-step hit
-    manager.rollback_step()
+    manager.uncache(registered)
     manager.check_invariants()
-    assert manager.newly_cached == [] and num_hits(manager, make_request("c", [1] * 13)) == 4
-    manager.rollback_step()
+    assert manager.take_newly_cached() == [] and num_hits(manager, make_request("c", [1] * 13)) == 4
+    manager.uncache(registered)  # twice does no harm
     assert num_hits(manager, make_request("c", [1] * 13)) == 4
-
-
-def test_commit_makes_the_step_permanent() -> None:
-    manager = make_manager()
-    admit(manager, make_request("a", [1] * 5))
-    manager.rollback_step()
-    assert num_hits(manager, make_request("b", [1] * 5)) == 4
 
 
 def test_reset_prefix_cache_is_refused_while_blocks_are_in_use(caplog: pytest.LogCaptureFixture) -> None:

@@ -134,7 +134,7 @@ def registered_before_the_victim_is_chosen(patch: Patch) -> None:
 
 
 def failed_step_stays_registered(patch: Patch) -> None:
-    patch.setattr(KVCacheManager, "rollback_step", KVCacheManager.commit_step)
+    patch.setattr(KVCacheManager, "uncache", lambda self, blocks: None)
 
 
 def resumed_as_if_decoding(patch: Patch) -> None:

@@ -208,7 +208,7 @@ def test_after_a_failed_step_the_engine_is_as_good_as_new(llama: Path, error: Ba
             generate(llm)
         assert_clean(llm.llm_engine)
         assert ids(generate(llm)) == right("llama")
-        assert len(llm.llm_engine.model_runner.block_tables._row) <= 6
+        assert len(llm.llm_engine.model_runner.input_batch._row) <= 6
 
 
 def test_random_sampling_does_not_depend_on_the_engine_either(llama: Path) -> None:

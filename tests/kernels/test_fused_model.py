@@ -1,5 +1,7 @@
 """A whole model made of kernels gives the torch path's logits, decoding step by step."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -7,12 +9,15 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed: it has wheels for Linux only")
 from tests.core.support import FakeTokenizer, make_config, make_params
 from tutorial_engine.attention import AttentionMetadata
+from tutorial_engine.cuda_graphs import StepGraphs
+from tutorial_engine.input_batch import InputBatch
 from tutorial_engine.kernels.decode_attention import decode_attention
 from tutorial_engine.kv_cache import KVCache
 from tutorial_engine.llm_engine import LLMEngine
 from tutorial_engine.model_runner import ModelRunner
 from tutorial_engine.models.config import ModelConfig
 from tutorial_engine.models.decoder import Decoder
+from tutorial_engine.models.linear import Linear
 
 CPU, BLOCK_SIZE = torch.device("cpu"), 4
 
@@ -50,20 +55,45 @@ def test_decoding_with_kernels(architecture: str) -> None:
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
 
 
-def test_the_engine_gives_the_same_tokens_with_kernels() -> None:
-    """Chunked prompts, decoding and preemption through the ragged kernel, against the torch path."""
+class EagerGraphs(StepGraphs):
+    """What would be recorded, run at once."""
+
+    def _record(self) -> None:
+        self.replayed: Counter = Counter()
+
+    def _num_splits(self, size: int) -> int:
+        return 2 if size == 2 else 1
+
+    def _replay(self, kind: str, size: int) -> torch.Tensor:
+        self.replayed[kind, size] += 1
+        return self._decode(size) if kind == "decode" else self._forward(size)
+
+
+@pytest.mark.parametrize("tensor_cores, ahead, temperature", [
+    (False, False, 0.0), (True, False, 1.0), (True, True, 0.0)])
+def test_the_engine_gives_the_same_tokens_with_kernels(tensor_cores: bool, ahead: bool, temperature: float,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunked prompts, decoding and preemption through the kernels, against the torch path."""
+    monkeypatch.setattr(Linear, "pack", lambda self: None)  # as on a GPU
     answers = []
     for kernels in (False, True):
-        config = make_config(32, max_num_batched_tokens=8, num_gpu_blocks_override=9, scheduler_reserve_full_isl=False)
+        config = make_config(32, max_num_batched_tokens=8, num_gpu_blocks_override=9, scheduler_reserve_full_isl=False,
+                             async_scheduling=kernels and ahead)
         runner = ModelRunner(config, lambda: tiny_model("llama"))
-        runner.use_prefill_kernel = kernels
+        if kernels:
+            runner.use_kernels, runner.use_prefill_kernel = True, tensor_cores
+            runner.input_batch = InputBatch(config.max_num_seqs, 8, torch.device("cpu"), use_kernels=True)
+            runner.graphs = EagerGraphs(config, runner.model, runner.kv_cache, runner.input_batch, tensor_cores)
         engine = LLMEngine(config, runner, FakeTokenizer(), 50, {})
         for i, length in enumerate((9, 2, 5)):
-            engine.add_request(str(i), list(range(i, i + length)), make_params(8))
+            engine.add_request(str(i), list(range(i, i + length)), make_params(
+                8, temperature=temperature, seed=i, top_k=10 * i, top_p=1 - i / 5))
         finished, preemptions = {}, 0
         while engine.has_unfinished_requests():
             finished |= {o.request_id: o.outputs[0].token_ids for o in engine.step()}
             preemptions += len(engine.last_plan.preempted)
-        answers.append((finished, preemptions))
-    assert answers[0][1] > 0
+        answers.append(finished)
+        assert preemptions > 0
     assert answers[0] == answers[1]
+    kinds = {kind for kind, _ in runner.graphs.replayed}
+    assert kinds == ({"decode", "forward"} if tensor_cores else {"decode"})

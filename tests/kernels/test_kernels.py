@@ -7,7 +7,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed: it has wheels for Linux only")
 from tutorial_engine.kernels.decode_attention import decode_attention, torch_decode_attention
 from tutorial_engine.kernels.gumbel_sample import gumbel_sample, torch_gumbel_sample
-from tutorial_engine.kernels.prefill_attention import cut_tiles, prefill_attention, torch_prefill_attention
+from tutorial_engine.kernels.matvec import matvec, norm_matvec, silu_matvec, torch_matvec
+from tutorial_engine.kernels.prefill_attention import cut_tiles, max_tiles, prefill_attention, torch_prefill_attention
 from tutorial_engine.kernels.rms_norm import add_rms_norm, torch_add_rms_norm
 from tutorial_engine.kernels.rope_kv_write import rope_kv_write, torch_rope_kv_write
 from tutorial_engine.kernels.silu_mul import silu_mul, torch_silu_mul
@@ -47,9 +48,10 @@ def test_silu_mul(dtype: torch.dtype, width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_norm", [False, True])
-def test_rope_kv_write(dtype: torch.dtype, with_norm: bool) -> None:
-    heads, kv_heads, dim, block_size, num_blocks, num_tokens = 4, 2, 16, 4, 6, 7
+@pytest.mark.parametrize("with_norm, num_tokens", [(False, 7), (True, 7), (True, 129), (True, 1025)])
+def test_rope_kv_write(dtype: torch.dtype, with_norm: bool, num_tokens: int) -> None:
+    """From a few tokens to so many that a program takes several."""
+    heads, kv_heads, dim, block_size, num_blocks = 2, 1, 16, 4, num_tokens // 4 + 3
     qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim).to(dtype)
     angles = torch.rand(40, dim // 2) * 6
     cos = torch.cat([angles.cos()] * 2, dim=1).to(dtype)
@@ -100,11 +102,37 @@ def test_prefill_attention(dtype: torch.dtype, heads: int, kv_heads: int) -> Non
         if used := (computed[row] + new[row]) % block_size:
             key[tables[row, count - 1], :, used:] = value[tables[row, count - 1], :, used:] = torch.nan
     tiles = torch.from_numpy(cut_tiles(np.cumsum([0, *new]), np.add(computed, new), heads // kv_heads))
-    assert tiles[0].tolist() == sorted(tiles[0].tolist()) and tiles[3].sum() == sum(new)
-    assert tiles.shape[1] == 5, "two tiles for 40 queries"
+    contexts = (tiles[2] + tiles[3]).tolist()
+    assert contexts == sorted(contexts, reverse=True) and tiles[3].sum() == sum(new)
+    assert tiles.shape[1] == 5 <= max_tiles(sum(new), len(new), heads // kv_heads), "two tiles for 40 queries"
+    tiles = torch.nn.functional.pad(tiles, (0, 2))  # and two that do nothing
     query = torch.randn(sum(new), heads, dim).to(dtype)
     close(prefill_attention(query, key, value, tables, tiles),
           torch_prefill_attention(query, key, value, tables, tiles))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_out, num_in", [(5, 40), (3, 1100)])
+def test_matvec(dtype: torch.dtype, num_out: int, num_in: int) -> None:
+    """Alone, behind a norm and behind SwiGLU; with and without a bias."""
+    weight, bias = (torch.randn(num_out, num_in) * num_in**-0.5).to(dtype), torch.randn(num_out).to(dtype)
+    x, residual, norm = (torch.randn(1, num_in).to(dtype) for _ in range(3))
+    close(matvec(x, weight), torch_matvec(x, weight))
+    close(matvec(x, weight, bias), torch_matvec(x, weight, bias))
+    gate_up = torch.randn(1, 2 * num_in).to(dtype)
+    close(silu_matvec(gate_up, weight), torch_matvec(torch_silu_mul(gate_up), weight))
+    before = residual.clone()
+    got, added = norm_matvec(x, residual, norm[0], 1e-5, weight, bias)
+    assert torch.equal(residual, before), "others may still read it"
+    assert torch.equal(added, x + residual)
+    normed = torch_add_rms_norm(added.float(), None, norm[0].float(), 1e-5)  # not rounded before the product
+    close(got, torch_matvec(normed, weight.float(), bias.float()).to(dtype))
+
+
+def test_matvec_of_many_rows() -> None:
+    """So many that a program takes four."""
+    x, weight = torch.randn(1, 8), torch.randn(2051, 8)
+    close(matvec(x, weight), torch_matvec(x, weight))
 
 
 def test_gumbel_sample_is_the_samplers_own_draw() -> None:

@@ -75,26 +75,26 @@ class DecoderLayer(nn.Module):
         gate, up = self.gate_up_proj(rms_norm(x, self.post_attention_norm, self.eps)).chunk(2, dim=-1)
         return x + self.down_proj(F.silu(gate).mul_(up))
 
-
-    def forward_fused(self, delta: torch.Tensor, residual: torch.Tensor, step: FusedStep) -> torch.Tensor:
-        """The same on a GPU with Triton's kernels: five launches besides the four products.
+    def forward_fused(self, delta: torch.Tensor, residual: torch.Tensor, step: FusedStep
+                      ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same on a GPU with Triton's kernels: five launches besides the four products, or three for one token.
 
         Args:
-            delta: what the layer before has to add to the residual stream. residual: that stream, changed in place.
-                Both [num_tokens, hidden_size].
+            delta: what the layer before has to add to the residual stream. residual: that stream, which may be changed
+                in place. Both [num_tokens, hidden_size].
 
         Returns:
-            What this layer's MLP has to add: the next norm adds it on its way.
+            (what this layer's MLP has to add: the next norm adds it on its way; the residual stream so far).
         """
         c, k = self.config, step.kernels
-        h = k.add_rms_norm(delta, residual, self.input_norm, self.eps)
         norms = (self.q_norm, self.k_norm) if c.qk_norm else None
-        query = k.rope_kv_write(self.qkv_proj(h), step.positions, step.slot_mapping, step.cos, step.sin,
+        qkv, residual = k.norm_linear(delta, residual, self.input_norm, self.eps, self.qkv_proj)
+        query = k.rope_kv_write(qkv, step.positions, step.slot_mapping, step.cos, step.sin,
                                 step.kv_cache.key[self.index], step.kv_cache.value[self.index],
                                 c.num_attention_heads, norms, self.eps)
-        attended = step.attend(query, self.index)
-        h = k.add_rms_norm(self.o_proj(attended.flatten(1)), residual, self.post_attention_norm, self.eps)
-        return self.down_proj(k.silu_mul(self.gate_up_proj(h)))
+        attended = k.linear(step.attend(query, self.index).flatten(1), self.o_proj)
+        gate_up, residual = k.norm_linear(attended, residual, self.post_attention_norm, self.eps, self.gate_up_proj)
+        return k.silu_linear(gate_up, self.down_proj), residual
 
 
 @dataclass
@@ -102,7 +102,7 @@ class FusedStep:
     """What `forward_fused` needs to know about a step.
 
     Attributes:
-        kernels: a namespace with add_rms_norm, rope_kv_write and silu_mul.
+        kernels: the module `kernels/fused.py`.
         positions, slot_mapping: [num_tokens] int64. cos, sin: the whole tables of `RotaryEmbedding`.
         attend: (query [num_tokens, num_heads, head_dim], layer) -> the same shape.
     """
@@ -165,12 +165,12 @@ class Decoder(nn.Module):
         residual = self.embed_tokens[input_ids]
         delta = torch.zeros_like(residual)
         for layer in self.layers:
-            delta = layer.forward_fused(delta, residual, step)
+            delta, residual = layer.forward_fused(delta, residual, step)
         return fused.add_rms_norm(delta, residual, self.norm, self.eps)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits in float32, [rows, vocab_size]; only rows that choose a token need them."""
-        return self.lm_head(hidden).float()
+        """Logits, [rows, vocab_size] in the model's dtype; only rows that choose a token need them."""
+        return self.lm_head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy a checkpoint's tensors in, by Hugging Face's names. Every weight must come exactly once.
