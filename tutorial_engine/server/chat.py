@@ -132,6 +132,7 @@ class ChatJob:
         if body.tool_choice == "auto" and not serving.options.enable_auto_tool_choice:
             fail('tool_choice "auto" needs a server that was started with --enable-auto-tool-choice and '
                  "--tool-call-parser.", "tool_choice")
+        serving.check_count(body.n or 1)
         text = await serving.render(body)
         token_ids = await serving.tokenize(text, body.add_special_tokens, body)
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

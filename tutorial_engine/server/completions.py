@@ -84,7 +84,9 @@ class CompletionJob:
 
     async def _prompts(self) -> list[Prompt]:
         self.model = self.serving.check_model(self.body.model)
-        return [await self._prompt(prompt) for prompt in self.body.prompts()]
+        prompts = self.body.prompts()
+        self.serving.check_count(len(prompts) * (self.body.n or 1))
+        return [await self._prompt(prompt) for prompt in prompts]
 
     async def _prompt(self, prompt: str | list[int]) -> Prompt:
         body, serving = self.body, self.serving

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_STOP_STRINGS = int(os.environ.get("VLLM_MAX_STOP_STRINGS", 4))
 MAX_TOKEN_LIST = 1024  # entries of logit_bias, allowed_token_ids, stop_token_ids
+MAX_GRAMMAR = 2**17  # characters of whatever is compiled to a grammar, which the engine's thread does
 
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_LIST)]
@@ -124,7 +125,7 @@ class GenerationRequest(Body):
     skip_special_tokens: bool = True
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_TOKEN_LIST)] | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[str], Field(max_length=MAX_TOKEN_LIST)] | None = None
+    bad_words: Annotated[list[Annotated[str, StringConstraints(max_length=256)]], Field(max_length=128)] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -141,7 +142,7 @@ class GenerationRequest(Body):
     user: str | None = None
 
     @model_validator(mode="after")
-    def _check_stream(self) -> GenerationRequest:
+    def _check_generation(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             fail("stream_options can only be given together with stream=true.", "stream_options")
         if self.prompt_logprobs is not None:
@@ -149,6 +150,10 @@ class GenerationRequest(Body):
                 fail("prompt_logprobs cannot be streamed; leave out stream.", "prompt_logprobs")
             if self.prompt_logprobs < -1:
                 fail("prompt_logprobs must be at least 0, or -1 for the whole vocabulary.", "prompt_logprobs")
+        for name in ("structured_outputs", "response_format", "tools"):
+            value = getattr(self, name, None)
+            if value is not None and len(str(value)) > MAX_GRAMMAR:
+                fail(f"{name} is longer than the {MAX_GRAMMAR} characters that this server takes.", name)
         self.constraints()
         return self
 

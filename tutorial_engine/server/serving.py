@@ -109,6 +109,13 @@ class Serving:
             raise ModelNotFoundError(f"The model `{name}` does not exist.")
         return name or self.names[0]
 
+    def check_count(self, count: int) -> None:
+        """Before any work is put into them. Raises VLLMValidationError for more answers than there is ever room for."""
+        if count > self.capacity:
+            raise VLLMValidationError(f"This server takes at most {self.capacity} answers at a time, and the request "
+                                      f"asks for {count}: send fewer prompts, or a smaller n.", parameter="n",
+                                      value=count)
+
     # Prompts
 
     async def tokenize(self, prompt: str | list[int], add_special_tokens: bool,
@@ -172,10 +179,6 @@ class Serving:
             QueueFullError: too many wait already. Else as `AsyncLLM.generate`.
         """
         count = sum(p.n for p in params)
-        if count > self.capacity:
-            raise VLLMValidationError(f"This server takes at most {self.capacity} answers at a time, and the request "
-                                      f"asks for {count}: send fewer prompts, or a smaller n.", parameter="n",
-                                      value=count)
         if self.num_in_flight + count > self.capacity:
             raise QueueFullError("The server's queue is full; try again later.")
         self.num_in_flight += count
