@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tutorial_engine
 from tutorial_engine.async_llm import AsyncLLM
-from tutorial_engine.exceptions import EngineDeadError, VLLMValidationError
+from tutorial_engine.exceptions import EngineDeadError
 from tutorial_engine.server import admin, chat, completions, tokenize
 from tutorial_engine.server.errors import add_handlers, error_body, json_response
 from tutorial_engine.server.serving import ServerOptions, Serving
@@ -42,11 +42,12 @@ LOG_CHECK_S = 1.0  # how often the server looks whether a line of statistics is 
 
 
 def build_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
-    """The server for an engine, which is shut down with it. Give it to uvicorn, from one event loop only."""
+    """The server for an engine, which is shut down with it. Give it to uvicorn, from one event loop only.
+
+    Raises:
+        VLLMValidationError: an engine without a tokenizer.
+    """
     options = options or ServerOptions()
-    if llm.llm_engine.tokenizer is None:
-        raise VLLMValidationError("A server needs the model's tokenizer: leave out --skip-tokenizer-init.",
-                                  parameter="skip_tokenizer_init", value=True)
     app = FastAPI(title="tutorial-engine", version=tutorial_engine.__version__, lifespan=_lifespan)
     app.state.serving = Serving(llm, options)
     routers = [completions.router, chat.router, tokenize.router, admin.router]

@@ -18,7 +18,6 @@ from fastapi import APIRouter, Request, Response
 
 from tutorial_engine.logprobs import Logprob
 from tutorial_engine.outputs import CompletionOutput, RequestOutput
-from tutorial_engine.sampling_params import SamplingParams
 from tutorial_engine.server.completions import finite, prompt_logprobs, token_name
 from tutorial_engine.server.errors import json_response
 from tutorial_engine.server.protocol import ChatCompletionRequest, fail
@@ -140,12 +139,9 @@ class ChatJob:
         with blaming_client():
             params = body.sampling_params(serving.defaults, serving.max_tokens(asked, len(token_ids)), logprobs,
                                           body.prompt_logprobs)
-        self._prepare(params)
-        return serving.generate(body, self.id, [{"prompt_token_ids": token_ids}], [params])
-
-    def _prepare(self, params: SamplingParams) -> None:
         if self._looks_for_tools():
             params.skip_special_tokens = False  # the tags are special tokens of some models
+        return serving.generate(body, self.id, [{"prompt_token_ids": token_ids}], [params])
 
     def _looks_for_tools(self) -> bool:
         return bool(self.body.tools) and (

@@ -53,7 +53,7 @@ class CompletionJob:
         self.usage = Usage(serving.options.enable_prompt_tokens_details)
         # Echo with max_tokens=0 asks for nothing but the prompt (and its logprobs). The engine always makes a token.
         self.only_prompt = bool(body.echo) and body.max_tokens == 0
-        self.decode = serving.llm.llm_engine.get_tokenizer().decode
+        self.decode = serving.tokenizer.decode
         self.offsets: dict[int, int] = {}  # of each choice that has begun: characters that its logprobs have covered
 
     async def whole(self) -> Response:

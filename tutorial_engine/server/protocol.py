@@ -17,7 +17,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -324,12 +324,10 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
     include_reasoning: bool = True
     echo: bool | None = False
 
-    _no_echo: ClassVar[str] = "echo of a conversation is not in this engine; leave it out."
-
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
         if self.echo:
-            fail(self._no_echo, "echo")
+            fail("echo of a conversation is not in this engine; leave it out.", "echo")
         if self.top_logprobs is not None:
             if self.top_logprobs < 0 and self.top_logprobs != -1:
                 fail("top_logprobs must be at least 0, or -1 for the whole vocabulary.", "top_logprobs")

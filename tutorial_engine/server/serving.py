@@ -23,6 +23,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -87,12 +88,13 @@ class Serving:
         llm: the engine. options: the server's.
 
     Attributes:
-        names: of the model; the first one is told to clients who name none.
+        tokenizer: transformers'. names: of the model; the first one is told to clients who name none.
         created: when this server began, in seconds since 1970.
     """
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         self.llm, self.options = llm, options
+        self.tokenizer = llm.get_tokenizer()  # which may take seconds to set up, so not while somebody waits
         self.created = int(time.time())
         config = llm.llm_engine.config
         self.root = config.args.model or DEFAULT_MODEL
@@ -130,7 +132,7 @@ class Serving:
             kwargs |= {"truncate_prompt_tokens": request.truncate_prompt_tokens,
                        "truncation_side": request.truncation_side}
         if isinstance(prompt, str) and kwargs.get("truncate_prompt_tokens") is None:
-            most = self.max_model_len * self._longest_token()
+            most = self.max_model_len * self._longest_token
             if len(prompt) > most:
                 raise VLLMValidationError(
                     f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt has "
@@ -139,11 +141,10 @@ class Serving:
         with blaming_client():
             return await self.llm.tokenize(prompt, kwargs)
 
+    @cached_property
     def _longest_token(self) -> int:
         """In characters."""
-        if not hasattr(self, "_longest"):
-            self._longest = max(map(len, self.llm.get_tokenizer().get_vocab()))
-        return self._longest
+        return max(map(len, self.tokenizer.get_vocab()))
 
     async def render(self, request: Conversation) -> str:
         """A conversation as text.

@@ -27,7 +27,7 @@ async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest, reques
         serving.check_model(body.model)
         text = body.prompt if isinstance(body, TokenizeCompletionRequest) else await serving.render(body)
         token_ids = await serving.tokenize(text, body.add_special_tokens)
-        names = serving.llm.get_tokenizer().convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+        names = serving.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
         return json_response({"count": len(token_ids), "max_model_len": serving.max_model_len, "tokens": token_ids,
                               "token_strs": names})
 

@@ -84,36 +84,38 @@ class HermesToolParser:
         """Take in more text; `final`: nothing comes after it, so nothing is held back."""
         self._text += text
         parsed = Parsed()
-        while True:
-            tag = END if self._inside else BEGIN
-            at = self._text.find(tag)
-            if at < 0:
-                break
-            before, self._text = self._text[:at], self._text[at + len(tag):]
-            self._take(before, True, parsed, END)
+        while (at := self._text.find(END if self._inside else BEGIN)) >= 0:
+            if self._inside:
+                self._end_call(self._text[:at], END, parsed)
+                self._text = self._text[at + len(END):]
+            else:
+                self._tell(self._text[:at], parsed)
+                self._text = self._text[at + len(BEGIN):]
             self._inside = not self._inside
-        if self._inside:
-            self._take(self._text, final, parsed, "")
+        if self._inside and final:
+            self._end_call(self._text, "", parsed)
+        elif self._inside:
+            self._continue_call(self._text, parsed)
         else:
             keep = 0 if final else overlap(self._text, BEGIN)
             end = len(self._text) - keep
-            self._take(self._text[:end], True, parsed, "")
+            self._tell(self._text[:end], parsed)
             self._text = self._text[end:]
         return parsed
 
-    def _take(self, text: str, complete: bool, parsed: Parsed, closing: str) -> None:
-        if not self._inside:
-            if not self.num_calls:  # what stands between calls, or after them, is not meant for the user
-                parsed.content += text
-            return
-        if self._braces is None and complete:
-            self._take_whole(text, parsed, closing)
-        else:
-            self._take_part(text, parsed)
-        if complete:
-            self._braces, self._num_sent = None, 0
+    def _tell(self, text: str, parsed: Parsed) -> None:
+        if not self.num_calls:  # what stands between calls, or after them, is not meant for the user
+            parsed.content += text
 
-    def _take_whole(self, text: str, parsed: Parsed, closing: str) -> None:
+    def _end_call(self, text: str, closing: str, parsed: Parsed) -> None:
+        """`text` is all of the call, up to the tag `closing` if there is one."""
+        if self._braces is None:
+            self._take_whole(text, closing, parsed)
+        else:
+            self._continue_call(text, parsed)
+        self._braces, self._num_sent = None, 0
+
+    def _take_whole(self, text: str, closing: str, parsed: Parsed) -> None:
         """A call that was not announced before it was over."""
         try:
             call = json.loads(text)
@@ -127,7 +129,8 @@ class HermesToolParser:
             arguments = json.dumps(arguments, ensure_ascii=False)
         self._announce(name, arguments, parsed)
 
-    def _take_part(self, text: str, parsed: Parsed) -> None:
+    def _continue_call(self, text: str, parsed: Parsed) -> None:
+        """`text` is the call so far."""
         if self._braces is None:
             head = _HEAD.match(text)
             if head is None:
@@ -158,6 +161,5 @@ def tool_grammar(tools: dict[str, dict[str, Any] | None], several: bool) -> str:
         "type": "object", "required": ["name", "arguments"], "additionalProperties": False,
         "properties": {"name": {"const": name}, "arguments": {"type": "object"} if schema is None else schema},
     } for name, schema in tools.items()]}
-    return (f'start: call{"+" if several else ""}\n'
-            f'call: "{BEGIN}\\n" body "\\n{END}"{" " + chr(34) + chr(92) + "n" + chr(34) + "?" if several else ""}\n'
-            f"body: %json {json.dumps(call)}\n")
+    start = r'call ("\n" call)*' if several else "call"
+    return f'start: {start}\ncall: "{BEGIN}\\n" body "\\n{END}"\nbody: %json {json.dumps(call)}\n'
