@@ -283,6 +283,8 @@ def test_bodies_that_are_no_request(letters: Live) -> None:
                     b'{"prompt": ' + b"9" * 5000 + b"}"):
         error = error_of(send("/v1/completions", content=content, headers={"Content-Type": "application/json"}))
         assert len(error["message"]) < 1100
+    error = error_of(send("/v1/completions", content=b'{"n": }', headers={"Content-Type": "application/json"}))
+    assert error["message"] == "The body is not JSON: Expecting value, at character 6." and error["param"] is None
     error = error_of(send("/v1/completions", content=b'{"prompt": "p"}', headers={"Content-Type": "text/plain"}))
     assert "application/json" in error["message"]
     many = {f"{name}": "x" for name in ("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "logprobs",

@@ -54,6 +54,7 @@ HERMES = {
     "text before": ("Let me look." + CALL, "Let me look.", [("weather", {"city": "Bern"})]),
     "two, and text after": (f"A{CALL}\n{CALL.replace('Bern', 'Rome')} bye", "A", [
         ("weather", {"city": "Bern"}), ("weather", {"city": "Rome"})]),
+    "two, the second cut off": (CALL + CALL[:30], "", [("weather", {"city": "Bern"})]),
     "not closed": (CALL.removesuffix("\n</tool_call>"), "", [("weather", {"city": "Bern"})]),
     "braces in text": ('<tool_call>{"name":"f","arguments":{"a":"}\\"{</","b":[{"c":"é]"}]}}</tool_call>', "",
                        [("f", {"a": '}"{</', "b": [{"c": "é]"}]})]),

@@ -90,8 +90,11 @@ def _validation_response(error: RequestValidationError, content_type: str) -> Re
     for entry in errors:
         if isinstance(own := entry.get("ctx", {}).get("error"), VLLMValidationError):
             return error_response(own)
-    if errors[0]["loc"] == ("body",) and "json" not in content_type:
-        message, param = "Unsupported media type: send JSON, with the header Content-Type: application/json.", None
+    first, param = errors[0], None
+    if first["type"] == "json_invalid":
+        message = f"The body is not JSON: {first['ctx']['error']}, at character {first['loc'][-1]}."
+    elif first["loc"] == ("body",) and "json" not in content_type:
+        message = "Unsupported media type: send JSON, with the header Content-Type: application/json."
     else:
         paths = [".".join(str(part) for part in entry["loc"] if part != "body") for entry in errors]
         listed = [f"{path or 'body'}: {entry['msg']}" for path, entry in zip(paths, errors)][:MAX_LISTED]

@@ -123,7 +123,7 @@ class HermesToolParser:
             if not isinstance(name, str):
                 raise TypeError
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            parsed.content += BEGIN + text + closing  # no call after all
+            self._tell(BEGIN + text + closing, parsed)  # no call after all
             return
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
