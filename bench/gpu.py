@@ -35,6 +35,7 @@ from tutorial_engine.llm_engine import LLMEngine
 from tutorial_engine.model_runner import ModelRunner
 from tutorial_engine.models.config import ModelConfig
 from tutorial_engine.models.decoder import Decoder
+from tutorial_engine.models.default_model import DEFAULT_MODEL
 from tutorial_engine.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_MODEL_LEN = 4096
@@ -57,8 +58,11 @@ class NoTokenizer:
     eos_token_id = bos_token_id = chat_template = None
 
 
-def build_engine(model: ModelConfig, **kwargs: Any) -> LLMEngine:
+def build_engine(name: str, **kwargs: Any) -> LLMEngine:
     args = EngineArgs(max_model_len=MAX_MODEL_LEN, **{"max_num_seqs": 256, **kwargs})
+    if name == DEFAULT_MODEL:
+        return LLMEngine.from_engine_args(args)
+    model = MODELS[name]
     config = EngineConfig.resolve(args, MAX_MODEL_LEN, "cuda", torch.cuda.get_device_capability())
 
     def load() -> Decoder:
@@ -175,7 +179,8 @@ def limit_seconds(c: ModelConfig, prompts: list[list[int]], lengths: list[int], 
 
 
 def measure(name: str, workloads: list[str], repeats: int, limits: tuple[float, float]) -> list[dict[str, Any]]:
-    engine = build_engine(MODELS[name])
+    engine = build_engine(name)
+    config = engine.model_runner.model.config
     breakdown, records = Breakdown(engine), []
     for workload in workloads:
         prompts, lengths, temperature = make_workload(workload)
@@ -183,7 +188,7 @@ def measure(name: str, workloads: list[str], repeats: int, limits: tuple[float, 
         breakdown.take(1)
         best, steps = min(run(engine, prompts, lengths, temperature) for _ in range(repeats))
         useful = sum(map(len, prompts)) if workload == "prefill" else sum(lengths)
-        least = limit_seconds(MODELS[name], prompts, lengths, 2048 if workload == "shared-prefix" else 0, *limits)
+        least = limit_seconds(config, prompts, lengths, 2048 if workload == "shared-prefix" else 0, *limits)
         records.append({
             "model": name, "workload": workload, "tok_s": round(useful / best), "fraction_of_limit": least / best,
             "steps": steps, "step_ms": breakdown.take(steps * repeats), "copy_tb_s": limits[0] / 1e12,
@@ -197,7 +202,7 @@ def measure(name: str, workloads: list[str], repeats: int, limits: tuple[float, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=[*MODELS, DEFAULT_MODEL], choices=[*MODELS, DEFAULT_MODEL])
     parser.add_argument("--workloads", nargs="+", default=["w256", "batch1", "prefill", "shared-prefix"])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu.json")

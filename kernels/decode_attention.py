@@ -163,7 +163,7 @@ def decode_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: 
             head_dim**-0.5 * LOG2_E, block_tables.stride(0), num_kv_heads)
     sizes = {"GROUP": group, "BLOCK_SIZE": block_size, "HEAD_DIM": head_dim, "NUM_SPLITS": num_splits}
     if use_dot:
-        sizes["TILE"] = 128 if head_dim == 128 and query.element_size() == 2 else 64
+        sizes["TILE"] = 128 if head_dim == 128 and key_cache.element_size() == 2 else 64
         _decode[(num_requests, num_kv_heads, num_splits)](
             *args, **sizes, GROUP_PADDED=max(16, triton.next_power_of_2(group)), num_warps=4)  # a dot has 16 rows
     else:

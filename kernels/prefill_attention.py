@@ -131,7 +131,7 @@ def prefill_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache:
     _prefill[(num_tiles, num_kv_heads)](
         query, key_cache, value_cache, block_tables, tiles, out, key_scale, value_scale, head_dim**-0.5 * LOG2_E,
         block_tables.stride(0), num_tiles, num_kv_heads, GROUP=num_heads // num_kv_heads, BLOCK_M=BLOCK_M,
-        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, TILE=64 if query.dtype != torch.float32 else 32, num_warps=4,
+        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, TILE=64 if key_cache.element_size() == 2 else 32, num_warps=4,
         num_stages=2)
     return out
 

@@ -29,7 +29,7 @@ from tutorial_engine.kernels.gumbel_sample import TILE, _best_of_tile, _best_of_
 from tutorial_engine.sampler import apply_min_p, truncate
 
 GROUP = 64  # tokens per maximum
-CHUNK = 32  # groups looked at together
+CHUNK = 16  # groups looked at together
 
 
 @triton.jit

@@ -100,7 +100,7 @@ class InputBatch:
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to the device. To a GPU through pinned memory: then the copy waits for the GPU, not the host."""
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
