@@ -10,6 +10,7 @@ import pytest
 
 from tests.api.conftest import llm, shared_llm, tiny_model  # noqa: F401
 from tests.conformance import ROWS, TOPICS, Row
+from tests.server.conftest import letters, letters_server  # noqa: F401
 from tools.write_conformance import DOCUMENT, write
 
 

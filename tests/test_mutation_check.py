@@ -14,6 +14,7 @@ from tools.mutation_check import FAULTS, ROOT, Fault, plant
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_names_one_place_and_makes_valid_python(fault: Fault, tmp_path: Path) -> None:
+    (tmp_path / fault.file).parent.mkdir(exist_ok=True)
     shutil.copy(ROOT / "tutorial_engine" / fault.file, tmp_path / fault.file)
     plant(fault, tmp_path)
     changed, right = ((folder / fault.file).read_text() for folder in (tmp_path, ROOT / "tutorial_engine"))

@@ -42,6 +42,7 @@ SAMPLER = "tests/api/test_sampler.py"
 TEXT = "tests/api/test_detokenizer.py"
 OUTPUTS = "tests/api/test_outputs.py"
 CASES = "tests/api/test_cases.py"
+LIFECYCLE = "tests/server/test_lifecycle.py"
 
 FAULTS = (
     # Blocks
@@ -139,6 +140,27 @@ FAULTS = (
     Fault("a cache that was given back is still believed in", "llm_engine.py",
           "self.scheduler.reset_prefix_cache(reset_running_requests=True)", "pass",
           ("tests/api/test_sleep.py::test_l54_after_a_sleep_everything_is_as_before",)),
+    # The server
+    Fault("a client that leaves is served to the end", "server/serving.py",
+          "        if not task.done():\n            raise ClientLeftError\n        return task.result()",
+          "        return await task", (f"{LIFECYCLE}::test_b22_a_client_killed_in_the_middle_of_a_stream",)),
+    Fault("places in the queue are never given back", "server/serving.py",
+          "self.num_in_flight -= count", "pass", (f"{LIFECYCLE}::test_a_full_queue",)),
+    Fault("an error in a stream ends it without a word", "server/serving.py",
+          "yield dump(describe(error)[1])", "return",
+          ("tests/server/test_streams.py::test_w8_an_error_after_the_stream_began",)),
+    Fault("the prompt is counted once per completion", "server/serving.py",
+          "self.prompt_tokens[prompt] = len(", "self.prompt_tokens[len(self.prompt_tokens)] = len(",
+          ("tests/server/test_streams.py::test_b25_usage_of_a_stream_is_that_of_the_whole_answer",)),
+    Fault("any token is a key", "server/app.py",
+          "hmac.compare_digest(digest, other)", "True", ("tests/server/test_requests.py::test_w9_keys",)),
+    Fault("the beginning of a tag is shown", "server/tool_parsers.py",
+          "keep = 0 if final else overlap(self._text, BEGIN)", "keep = 0",
+          ("tests/server/test_tools.py::test_w13_hermes",)),
+    Fault("a failure inside is explained to clients", "server/errors.py",
+          'error_body("The server failed while it worked on this request; its log says why.", 500)',
+          "error_body(str(error), 500)",
+          ("tests/server/test_streams.py::test_w8_an_error_after_the_stream_began",)),
 )
 
 

@@ -31,7 +31,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,9 @@ from tutorial_engine.exceptions import (
     VLLMError,
     VLLMValidationError,
 )
+from tutorial_engine.inputs import parse_prompt
 from tutorial_engine.llm_engine import LLMEngine, check_sleep
+from tutorial_engine.metrics import Metric
 from tutorial_engine.outputs import RequestOutput
 from tutorial_engine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -313,6 +315,9 @@ class AsyncLLM:
     def __init__(self, engine: LLMEngine, log_requests: bool = False) -> None:
         self.llm_engine = engine
         self._thread = EngineThread(engine, log_requests)
+        # Texts are worked on beside the engine, so that a long prompt delays neither the loop nor a step; one at a
+        # time, since a tokenizer is not made for several threads.
+        self._texts = ThreadPoolExecutor(1, "texts")
         # The thread does not know this object, so that dropping the last reference ends the thread.
         weakref.finalize(self, self._thread.shutdown)
 
@@ -375,6 +380,45 @@ class AsyncLLM:
         ignored."""
         await self._thread.call(self._thread.abort, {request_id} if isinstance(request_id, str) else set(request_id))
 
+    async def abort_all(self) -> None:
+        """End every request. Each gets a last output with finish_reason "abort"."""
+        await self._thread.call(self._thread.abort)
+
+    async def run_between_steps(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)`, called by the engine's thread while no step runs: the way to look at the engine, or to
+        change something in it, that all methods here take. What it raises is raised here; an error that is neither a
+        VLLMError nor a TypeError or ValueError is taken for the engine's own, and ends it."""
+        return await self._thread.call(function, *args)
+
+    async def tokenize(self, prompt: Any, tokenization_kwargs: dict[str, Any] | None = None) -> list[int]:
+        """Token ids of a prompt of any form (see `inputs.py`), as `generate` would see them.
+
+        Args:
+            tokenization_kwargs: add_special_tokens, truncate_prompt_tokens, truncation_side.
+        """
+        return await self._on_texts(self.llm_engine.input_processor.tokenize, parse_prompt(prompt),
+                                    tokenization_kwargs or {})
+
+    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of some token ids."""
+        return await self._on_texts(partial(self.get_tokenizer().decode, skip_special_tokens=skip_special_tokens),
+                                    list(token_ids))
+
+    async def render_chat(self, messages: Sequence[dict[str, Any]], *, chat_template: str | None = None,
+                          add_generation_prompt: bool = True, continue_final_message: bool = False,
+                          tools: list[dict[str, Any]] | None = None,
+                          chat_template_kwargs: dict[str, Any] | None = None) -> str:
+        """One conversation as text; arguments and errors as in `LLM.chat`. The text has its special tokens: generate
+        from it with tokenization_kwargs={"add_special_tokens": False}."""
+        return await self._on_texts(partial(
+            self.llm_engine.input_processor.render_chat, messages, chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, tools=tools,
+            chat_template_kwargs=chat_template_kwargs))
+
+    async def _on_texts(self, function: Callable[..., Any], *args: Any) -> Any:
+        await self.check_health()
+        return await asyncio.get_running_loop().run_in_executor(self._texts, function, *args)
+
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         """Bring the engine to a stand, for instance to change the model's weights.
 
@@ -408,7 +452,7 @@ class AsyncLLM:
         check_sleep(level, mode)
         paused = self._thread.pause_mode
         if mode == "abort":
-            await self._thread.call(self._thread.abort)
+            await self.abort_all()
         elif mode == "wait":
             await self.pause_generation(mode="wait", clear_cache=False)
         await self._thread.call(self.llm_engine.sleep, level, "keep")
@@ -425,6 +469,14 @@ class AsyncLLM:
     async def do_log_stats(self) -> None:
         """Write the line with the throughput since the last one to the log now."""
         await self._thread.call(self.llm_engine.do_log_stats)
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters, gauges and histograms as they are now. Raises AssertionError if the engine keeps none."""
+        return self.llm_engine.get_metrics()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's recommended sampling, or neutral values. See `LLM.get_default_sampling_params`."""
+        return self.llm_engine.input_processor.get_default_sampling_params()
 
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine has ended."""
@@ -457,6 +509,7 @@ class AsyncLLM:
             timeout: seconds to wait for the step; None: as long as it takes.
         """
         self._thread.shutdown(timeout)
+        self._texts.shutdown(wait=False)
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name

@@ -20,6 +20,7 @@ from typing import Any
 from tutorial_engine.exceptions import VLLMValidationError
 from tutorial_engine.kv_events import KVEventsConfig
 from tutorial_engine.logits_processor import resolve_processors
+from tutorial_engine.models.default_model import DEFAULT_MODEL
 
 DEFAULT_BLOCK_SIZE = 16
 DTYPES = ("float32", "float16", "bfloat16")
@@ -54,6 +55,7 @@ class EngineArgs:
     Attributes (None means "derive it"):
         model: "" or "smollm2-135m-instruct" for the course's own model, a folder, a .gguf file or a hub id.
         tokenizer: folder or hub id to take the tokenizer from; None: the model's own.
+        revision: the model's version, for a hub id. tokenizer_revision: the tokenizer's.
         dtype: "auto", or one of float32, float16, bfloat16. auto: float32 on a CPU, where greedy ids then do not
             depend on the batch; on a GPU bfloat16 from compute capability 8.0, else float16.
         seed: seeds the engine's own generator, which draws the seeds of unseeded requests; None: another one each time.
@@ -86,6 +88,7 @@ class EngineArgs:
             "disable_additional_properties": bool}; the last two hold for every request with JSON, False unless said.
         logits_processors: classes, or texts "package.module:Class", that change the logits of every step, in this
             order (see `logits_processor.py`).
+        served_model_name: what a server's clients and the metrics call the model, one name or several; None: `model`.
     """
 
     model: str = ""
@@ -120,6 +123,7 @@ class EngineArgs:
     kv_events_config: Any = None  # a KVEventsConfig from here on
     structured_outputs_config: dict[str, Any] | None = None
     logits_processors: list | None = None
+    served_model_name: str | list[str] | None = None
     # Accepted with their neutral value only, see _NEUTRAL_ONLY.
     tokenizer_mode: str = "auto"
     trust_remote_code: bool = False
@@ -169,6 +173,15 @@ class EngineArgs:
             _fail("override_generation_config", self.override_generation_config, "must be a dict")
         if unknown := sorted(self.override_generation_config.keys() - GENERATION_KEYS.keys()):
             _fail("override_generation_config", unknown, f"can replace {', '.join(GENERATION_KEYS)} only")
+
+        if not all(isinstance(name, str) and name for name in self.served_model_names):
+            _fail("served_model_name", self.served_model_name, "must be a name or a list of names")
+
+    @property
+    def served_model_names(self) -> list[str]:
+        """At least one."""
+        names = self.served_model_name or self.model or DEFAULT_MODEL
+        return [names] if isinstance(names, str) else list(names)
 
     def _check_type(self, name: str, kind: type, wanted: str) -> None:
         """None is fine where it is the default."""

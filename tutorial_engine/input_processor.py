@@ -71,6 +71,10 @@ class InputProcessor:
                                       "SamplingParams, or build the engine with generation_config='vllm'.",
                                       parameter="generation_config", value=self._defaults) from error
 
+    def get_diff_sampling_param(self) -> dict[str, Any]:
+        """Those fields of SamplingParams that the model recommends something for."""
+        return dict(self._defaults)
+
     def make_requests(self, request_id: str, prompt: Any, params: SamplingParams, *, arrival_time: float | None = None,
                       priority: int = 0, tokenization_kwargs: dict[str, Any] | None = None
                       ) -> tuple[str | None, list[Request]]:

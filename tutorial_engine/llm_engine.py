@@ -93,7 +93,7 @@ class LLMEngine:
         self.num_gpu_blocks: int = model_runner.num_gpu_blocks
         self.input_processor = InputProcessor(config, tokenizer, vocab_size, generation_config)
         self.stat_logger = None if config.args.disable_log_stats else StatLogger(
-            config.args.model or DEFAULT_MODEL, config.max_model_len, config.device)
+            config.args.served_model_names[0], config.max_model_len, config.device)
         self.listeners: list[Callable] = []
         self.reserved_ids: set[str] = set()  # of requests that LLM waits for: their outputs must not be mixed up
         self.last_plan: SchedulerOutput | None = None

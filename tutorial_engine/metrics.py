@@ -175,6 +175,7 @@ class StatLogger:
         self._seen_counts = (0, 0, 0)
         self._recent: deque[tuple[int, int, int]] = deque()
         self._interval = float(os.environ.get("VLLM_LOG_STATS_INTERVAL", 10))
+        self._idle_intervals = 2  # nothing to say before the first request
         self._state = 0, 0, 0.0  # running, waiting, usage of the cache
         self._restart_interval()
 
@@ -196,8 +197,8 @@ class StatLogger:
                 series.observe(value)
         for finished in stats.finished:
             self._record_finished(finished)
-        if time.monotonic() - self._interval_began >= self._interval:
-            self.log()
+        self._idle_intervals = 0
+        self.log_if_due()
 
     def _record_state(self, scheduler: Scheduler) -> None:
         waiting = len(scheduler.waiting)
@@ -227,6 +228,16 @@ class StatLogger:
                 series.observe(value)
         if finished.decode_time is not None and finished.num_generation_tokens > 1:
             self._tpot.observe(finished.decode_time / (finished.num_generation_tokens - 1))
+
+    def log_if_due(self) -> None:
+        """Write the line if the last one is long enough ago; of a long silence, only the beginning."""
+        if time.monotonic() - self._interval_began < self._interval:
+            return
+        if self._idle_intervals > 1:
+            self._restart_interval()
+        else:
+            self.log()
+        self._idle_intervals += 1
 
     def log(self) -> None:
         """Write the line, about the time since the last one."""

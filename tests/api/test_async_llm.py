@@ -93,7 +93,7 @@ def serving(script: Any = alphabet, tokenizer: Any = TOKENIZER, gate: Gate | Non
         if gate:
             gate.open()
         llm.shutdown()
-        assert "AsyncLLM" not in {thread.name for thread in threading.enumerate()}
+        assert not llm._thread._thread.is_alive()
 
 
 async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, request_id: str = "r", **kwargs: Any
@@ -1022,3 +1022,68 @@ def test_requests_are_logged_if_asked_for(caplog: pytest.LogCaptureFixture) -> N
             run(collect(llm, "a prompt", greedy(3), "mine"))
             llm.shutdown()
             assert ("Received request mine: prompt 'a prompt', SamplingParams(" in caplog.text) == log_requests
+
+
+# What a server needs
+
+
+def test_between_steps() -> None:
+    """Called in the engine's thread while no step runs; what it raises comes back, and the engine lives on."""
+    gate = Gate()
+
+    async def main(llm: AsyncLLM) -> None:
+        task = asyncio.create_task(collect(llm, "p", greedy(3)))
+        await gate.reached()
+        looked = asyncio.create_task(llm.run_between_steps(lambda: (
+            threading.current_thread().name, llm.llm_engine.scheduler.running[0].num_output_tokens)))
+        await asyncio.sleep(0)
+        gate.step()
+        assert await looked == ("AsyncLLM", 1)
+        gate.open()
+        assert (await task)[-1].outputs[0].text == "abc"
+        with pytest.raises(ValueError, match="mine"):
+            await llm.run_between_steps(int, "mine")
+
+    with serving(gate=gate) as llm:
+        run(main(llm))
+
+
+def test_texts(tiny_model: Path, llm: LLM) -> None:
+    """Tokens, texts and conversations as the synchronous engine sees them, beside the engine's thread."""
+    async def main(async_llm: AsyncLLM) -> None:
+        messages = [{"role": "user", "content": "he"}]
+        rendered = await async_llm.render_chat(messages)
+        ids = await async_llm.tokenize(rendered, {"add_special_tokens": False})
+        assert ids == llm.chat(messages, greedy(1), use_tqdm=False)[0].prompt_token_ids
+        assert await async_llm.tokenize("the") == llm.generate("the", greedy(1), use_tqdm=False)[0].prompt_token_ids
+        assert await async_llm.detokenize(ids) == rendered
+        assert async_llm.get_default_sampling_params() == llm.get_default_sampling_params()
+        with pytest.raises(VLLMValidationError):
+            await async_llm.render_chat([])
+        with pytest.raises(TypeError):
+            await async_llm.tokenize(5)
+        async_llm.shutdown()
+        with pytest.raises(EngineDeadError):
+            await async_llm.tokenize("the")
+
+    run(main(AsyncLLM.from_engine_args(AsyncEngineArgs(
+        model=str(tiny_model), max_model_len=64, num_gpu_blocks_override=9))))
+
+
+def test_abort_all_and_metrics() -> None:
+    async def main(llm: AsyncLLM) -> None:
+        tasks = [asyncio.create_task(collect(llm, "p", greedy(50), name)) for name in "xy"]
+        await gate.reached()
+        aborting = asyncio.create_task(llm.abort_all())
+        await asyncio.sleep(0)
+        gate.open()
+        await aborting
+        assert [(await task)[-1].outputs[0].finish_reason for task in tasks] == ["abort", "abort"]
+        counts = {m.labels.get("finished_reason"): m.value for m in llm.get_metrics()
+                  if m.name == "vllm:request_success"}
+        assert counts == {"abort": 2}
+        await settled(llm)
+
+    gate = Gate()
+    with serving(gate=gate, disable_log_stats=False) as llm:
+        run(main(llm))

@@ -153,3 +153,19 @@ def test_two_engines_do_not_add_up() -> None:
     first, second = llm_of(stats_engine()), llm_of(stats_engine())
     first.generate("abc", greedy(1), use_tqdm=False)
     assert values(first)["prompt_tokens"] == 3 and values(second)["prompt_tokens"] == 0
+
+
+def test_e11_no_line_about_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks regularly gets a line for each interval in which something happened, one more that shows the rest,
+    and then silence."""
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "0")
+    caplog.set_level(logging.INFO, "tutorial_engine")
+    engine = stats_engine()
+    engine.stat_logger.log_if_due()
+    assert not caplog.messages
+    engine.add_request("r", "p", greedy(1))
+    engine.step()
+    for _ in range(3):
+        engine.stat_logger.log_if_due()
+    rates = [message.split(", ")[1] for message in caplog.messages]
+    assert len(rates) == 2 and rates[1] == "Avg generation throughput: 0.0 tokens/s" != rates[0]

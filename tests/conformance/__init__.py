@@ -4,7 +4,7 @@ Each row has a short check, written as a user of the package would write it. The
 `tests/core`; these are the ones that a table can be made of.
 """
 
-from tests.conformance import async_engine, engine, interactions, llm, outputs, sampling_params  # noqa: F401
+from tests.conformance import async_engine, engine, interactions, llm, outputs, sampling_params, server  # noqa: F401
 from tests.conformance.registry import DIFFERS, NOT_HERE, ROWS, SAME, TOPICS, Row
 
 __all__ = ["DIFFERS", "NOT_HERE", "ROWS", "SAME", "TOPICS", "Row"]

@@ -30,6 +30,10 @@ TOPICS = {
     "What comes back": numbered("O", 1, 3),
     "The asynchronous engine": numbered("A", 1, 7),
     "Inside the engine": numbered("E", 1, 22),
+    "The server's routes": numbered("R", 1, 10),
+    "What clients may ask for": numbered("Q", 1, 10),
+    "What the server answers": numbered("W", 1, 14),
+    "Metrics": numbered("N", 1, 3),
 }
 
 
