@@ -182,3 +182,9 @@ def test_states_add_up_what_the_records_say() -> None:
 
 def test_readme_shows_what_the_notebook_shows() -> None:
     assert PICTURE.read_text(encoding="utf-8") == first_picture(), "run python tools/draw_readme_picture.py"
+
+
+def test_pictures_of_the_readme_are_small() -> None:
+    readme = (PICTURE.parent.parent.parent / "README.md").read_text(encoding="utf-8")
+    for path in PICTURE.parent.iterdir():
+        assert f"(docs/images/{path.name})" in readme and path.stat().st_size < 150_000
