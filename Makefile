@@ -1,7 +1,7 @@
 # Everything a reader needs is one word: make demo, make test, make lab. Each sets up what is missing, and nothing else
 # on the machine is touched: packages go into .venv, the default model into the user's cache.
 
-.PHONY: help demo test lab notebooks bench mutation lint setup model clean
+.PHONY: help demo test test-colab lab notebooks exercises fast bench mutation lint setup model clean
 .DEFAULT_GOAL := help
 
 VENV := .venv
@@ -11,6 +11,9 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 KERNELS_STAMP := $(STAMP)-kernels
 NOTEBOOKS := $(wildcard notebooks exercises solutions)
+REPLAY := -m pytest -q --nbval --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout 120
+COLAB := .venv-colab
+COLAB_STAMP := $(COLAB)/.installed-$(shell cksum < .github/colab-versions.txt | cut -d ' ' -f 1)
 
 export OMP_WAIT_POLICY := passive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -22,12 +25,15 @@ unexport PYTHONPATH PYTHONHOME
 help:
 	@echo "make demo       set up, then run the getting-started notebook for real and print what the model wrote"
 	@echo "make test       set up, then run the tests and compare every notebook with a fresh run"
+	@echo "make test-colab the same comparison with the versions that Colab has, in an environment of its own"
 	@echo "make lab        set up, then open JupyterLab"
 	@echo "make notebooks  rebuild the .ipynb files from their .py sources"
+	@echo "make exercises  rebuild exercises/ and the answers beside their sources in solutions/"
+	@echo "make fast       run every lesson with small parameters, comparing nothing"
 	@echo "make bench      measure the engine on this machine's CPU"
 	@echo "make mutation   plant faults in a copy of the engine and see that the tests notice each"
 	@echo "make lint       ruff and mypy"
-	@echo "make clean      remove .venv and build/"
+	@echo "make clean      remove .venv, .venv-colab and build/"
 
 demo: setup
 	$(PY) tools/run_demo.py
@@ -35,14 +41,28 @@ demo: setup
 test: setup $(KERNELS_STAMP)
 	$(PY) -m pytest -q tests
 	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels || test $$? -eq 5  # 5: no Triton here, nothing to test
-	$(if $(NOTEBOOKS),TUTORIAL_LIVE=0 $(PY) -m pytest -q --nbval --nbval-current-env \
-	  --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout 120 $(NOTEBOOKS))
+	$(if $(NOTEBOOKS),TUTORIAL_LIVE=0 $(PY) $(REPLAY) $(NOTEBOOKS))
+
+# As on Colab: what its image has, then this package with --no-deps, which must leave everything else as it was.
+test-colab: $(COLAB_STAMP)
+	$(COLAB)/bin/python -m pip freeze --exclude tutorial-engine > $(COLAB)/before.txt
+	$(COLAB)/bin/python -m pip install -q --no-deps --force-reinstall .
+	$(COLAB)/bin/python -m pip freeze --exclude tutorial-engine | diff $(COLAB)/before.txt -
+	cd / && $(CURDIR)/$(COLAB)/bin/python -c "from tutorial_engine import *; LLM, SamplingParams"
+	$(COLAB)/bin/python -m tutorial_engine.download
+	TUTORIAL_LIVE=0 $(COLAB)/bin/python $(REPLAY) $(NOTEBOOKS)
 
 lab: setup
 	$(PY) -m jupyterlab
 
 notebooks: setup
 	$(PY) tools/build_notebooks.py
+
+exercises: setup
+	$(PY) tools/build_exercises.py
+
+fast: setup
+	$(PY) tools/run_fast.py
 
 bench: setup
 	$(PY) bench/cpu.py
@@ -75,10 +95,18 @@ $(STAMP):
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
+# nbval and pytest-timeout are ours: Colab has neither, and its versions of everything else must suffice.
+$(COLAB_STAMP):
+	@test -n "$(FOUND)" || { echo "Python 3.11 or newer is needed; say where it is: make PYTHON=... test-colab"; exit 1; }
+	$(FOUND) -m venv --clear $(COLAB)
+	$(COLAB)/bin/python -m pip install -r .github/colab-versions.txt
+	$(COLAB)/bin/python -m pip install -c .github/colab-versions.txt nbval pytest-timeout
+	@touch $@
+
 # Triton is large, so it comes only when the kernels are to be tested. A GPU build of torch brings it along anyway.
 $(KERNELS_STAMP): $(STAMP)
 	$(PY) -m pip install -q -c constraints.txt -e ".[kernels]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(COLAB) build

@@ -17,6 +17,7 @@ import os
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import jupytext
@@ -55,11 +56,23 @@ def assemble(source: Path, root: Path = ROOT) -> NotebookNode:
     Raises:
         ValueError: the source does not begin with a markdown cell, where title and badge belong.
     """
-    draft = jupytext.read(source, fmt="py:percent")
+    return dress(jupytext.read(source, fmt="py:percent"), source.with_suffix(".ipynb"), root)
+
+
+def dress(draft: NotebookNode, target: Path, root: Path = ROOT) -> NotebookNode:
+    """Add to an author's cells what every notebook has: badge, set-up cell, ids; drop all metadata but tags.
+
+    Args:
+        target: where the notebook will lie, inside ``root``.
+
+    Raises:
+        ValueError: the draft does not begin with a markdown cell.
+    """
     if not draft.cells or draft.cells[0].cell_type != "markdown":
-        raise ValueError(f"{source}: the first cell must be markdown, with the notebook's title as its first line")
+        raise ValueError(f"{target.with_suffix('.py')}: the first cell must be markdown, with the notebook's title as "
+                         "its first line")
     title, _, rest = draft.cells[0].source.partition("\n")
-    draft.cells[0].source = f"{title}\n\n{colab_badge(source, root)}\n\n{rest.strip()}".rstrip()
+    draft.cells[0].source = f"{title}\n\n{colab_badge(target, root)}\n\n{rest.strip()}".rstrip()
     first_code = next((i for i, cell in enumerate(draft.cells) if cell.cell_type == "code"), len(draft.cells))
     draft.cells.insert(first_code, nbformat.v4.new_code_cell(SETUP_CELL, metadata={"tags": ["setup"]}))
 
@@ -72,10 +85,10 @@ def assemble(source: Path, root: Path = ROOT) -> NotebookNode:
     return notebook
 
 
-def colab_badge(source: Path, root: Path = ROOT) -> str:
+def colab_badge(target: Path, root: Path = ROOT) -> str:
     """Markdown for the button that opens the committed notebook in Colab."""
     page = REPOSITORY.removeprefix("https://github.com/")
-    path = source.relative_to(root).with_suffix(".ipynb").as_posix()
+    path = target.relative_to(root).as_posix()
     return (
         "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
         f"(https://colab.research.google.com/github/{page}/blob/main/{path})"
@@ -126,15 +139,20 @@ def clean(notebook: NotebookNode) -> None:
 
 def build(source: Path, root: Path = ROOT) -> Path:
     """Assemble, run and write one notebook beside its source; returns the notebook's path."""
-    notebook = assemble(source, root)
-    execute(notebook, source.parent)
+    return finish(assemble(source, root), source.with_suffix(".ipynb"))
+
+
+def finish(notebook: NotebookNode, target: Path) -> Path:
+    """Run an assembled notebook in the folder where it will lie, and write it there; returns ``target``."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    execute(notebook, target.parent)
     clean(notebook)
-    target = source.with_suffix(".ipynb")
     nbformat.write(notebook, target)
     return target
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], build: Callable[[Path], object] = build,
+         sources: Callable[[], list[Path]] = sources) -> int:
     """Build the sources named on the command line, or all of them."""
     chosen = [Path(argument).resolve() for argument in arguments] or sources()
     for source in chosen:

@@ -12,8 +12,8 @@
 # You should know what a token is. Everything else is explained where it comes up.
 
 # %% tags=["parameters"]
-NUM_PROMPTS = 32  # prompts in "One call or a loop"
-LONGEST_OUTPUT = 4  # they ask for 1, 2, 3, 4, 1, 2, ... tokens
+NUM_PROMPTS = 32  # prompts in "One call or a loop"; fast: 4
+LONGEST_OUTPUT = 4  # they ask for 1, 2, 3, 4, 1, 2, ... tokens; fast: 2
 
 # %%
 import html
@@ -907,6 +907,12 @@ folder.cleanup()
 #   times requests out, and can be monitored. An `LLM` inside a script has no endpoint that anybody could look at.
 # * **Ten times the rows?** Start more jobs, each with its own part of the rows and its own GPU. If the GPU is shared
 #   with a server, run at night or give the job its own card: a full batch is a bad neighbour.
+#
+# ### Exercise: a batch that nobody has to watch (25 minutes)
+#
+# Write the audit, and a job that asks again whoever was cut off, in
+# [a notebook of its own](../../exercises/3_running_locally/02_offline_batch_inference.ipynb). A check looks at your
+# code and says what to look at next; it needs no model.
 
 # %% [markdown]
 # ## Check yourself

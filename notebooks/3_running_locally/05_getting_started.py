@@ -13,7 +13,7 @@
 
 # %% tags=["parameters"]
 prompts = ["The capital of France is", "1, 2, 3, 4, 5,", "A language model is", "Once upon a time"]
-max_tokens = 24  # per prompt, at most
+max_tokens = 24  # per prompt, at most; fast: 4
 kv_cache_bytes = 2**30  # memory for the KV cache: 1 GiB
 
 # %% [markdown]
@@ -405,41 +405,12 @@ with expect_error(VLLMValidationError):
 # (`gpu_memory_utilization`). The arithmetic of the card stays. So you can find out whether a model fits before you rent
 # a GPU.
 #
-# ### Exercise: does it fit? (5 minutes)
+# ### Exercise: the capacity card (15 minutes)
 #
-# Complete `fits`, which says whether a model's weights and the K and V of `tokens` tokens fit into 92 % of a
-# GPU's memory, at 2 bytes a number. `kv_bytes_per_token` from above does half of the work. The cell after it
-# tries Llama 3.1 8B (32 layers, 8 KV heads, head_dim 128) on two GPUs.
-
-# %% tags=["exercise"]
-def fits(weights, layers, kv_heads, head_dim, tokens, gib):
-    """True if everything fits into 92 % of `gib` GiB (1 GiB = 2**30 bytes)."""
-    return None  # your code here
-
-
-# %% tags=["check"]
-llama = {"weights": 8_030_261_248, "layers": 32, "kv_heads": 8, "head_dim": 128}
-yours = {
-    "24 GiB, 8,192 tokens": fits(**llama, tokens=8_192, gib=24),
-    "24 GiB, 131,072 tokens": fits(**llama, tokens=131_072, gib=24),
-    "16 GiB, 8,192 tokens": fits(**llama, tokens=8_192, gib=16),
-}
-observe(yours, **dict(zip(yours, [True, False, False])))
-
-# %% [markdown]
-# <details><summary>A solution</summary>
-#
-# ```python
-# def fits(weights, layers, kv_heads, head_dim, tokens, gib):
-#     needed = 2 * weights + tokens * kv_bytes_per_token(layers, kv_heads, head_dim, 2)
-#     return needed <= 0.92 * gib * 2**30
-# ```
-#
-# The weights take 15.0 GiB; 8,192 tokens add 1 GiB, 131,072 tokens add 16. Of the 16 GiB only 14.7 may be used,
-# so not even the weights fit: that GPU needs a smaller model, or weights of fewer bits. (An engine also needs
-# some memory for what it computes in a step. So "just fits" on paper does not fit.)
-#
-# </details>
+# Write that arithmetic yourself, in
+# [a notebook of its own](../../exercises/3_running_locally/05_getting_started.ipynb): what a token costs, how many
+# blocks there are, and whether a model fits on a GPU. A check looks at each answer and says what to look at next. Then
+# your functions compare four models.
 
 # %% [markdown]
 # ## Check yourself

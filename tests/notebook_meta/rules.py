@@ -18,6 +18,7 @@ from nbformat import NotebookNode
 
 from tests.notebook_meta.links import broken_links
 from tools.build_notebooks import METADATA, SETUP_CELL
+from tools.run_fast import fast_parameters
 
 SECTIONS = (
     "the problem",
@@ -40,6 +41,7 @@ TAGS = {
     "exercise",
     "check",
     "solution",
+    "wrong",
     "demo-output",
     "nbval-ignore-output",
     "nbval-check-output",
@@ -62,8 +64,12 @@ class Page:
 
     @property
     def is_lesson(self) -> bool:
-        """Lessons have the course's sections; exercises and solutions only share the technical rules."""
+        """Lessons have the course's sections; exercises, and the answers to them, have tasks."""
         return self.path.is_relative_to(self.root / "notebooks")
+
+    @property
+    def is_exercise(self) -> bool:
+        return any(self.path.is_relative_to(self.root / folder) for folder in ("exercises", "solutions"))
 
     @cached_property
     def code(self) -> list[NotebookNode]:
@@ -234,6 +240,8 @@ def no_cell_is_empty(page: Page) -> Iterator[str]:
     for position, cell in enumerate(page.notebook.cells):
         if not cell.source.strip():
             yield f"cell {position} is empty"
+        elif cell.cell_type == "code" and all(re.match(r"\s*(#|$)", line) for line in cell.source.splitlines()):
+            yield f"cell {name(cell)} holds only comments; words go into a cell that begins with '# %% [markdown]'"
 
 
 @rule
@@ -303,8 +311,6 @@ def links_resolve(page: Page) -> Iterator[str]:
 
 @rule
 def introduction_is_complete(page: Page) -> Iterator[str]:
-    if not page.is_lesson:
-        return
     first = page.notebook.cells[0]
     if first.cell_type != "markdown" or not re.match(r"# \S", first.source):
         yield "the first cell must be markdown and begin with '# ' and the title"
@@ -318,6 +324,8 @@ def introduction_is_complete(page: Page) -> Iterator[str]:
         yield f"after 'You will be able to' come one to four bullets; found {len(bullets)}"
     if not re.search(r"\bminutes?\b", first.source):
         yield "the introduction must say how many minutes the notebook takes, and on what hardware"
+    if page.is_exercise and not re.search(r"^\d+ minutes · difficulty (?:●○○|●●○|●●●) · ", first.source, re.MULTILINE):
+        yield "the introduction to an exercise has a line like '15 minutes · difficulty ●○○ · after [the lesson](...)'"
 
 
 @rule
@@ -339,6 +347,16 @@ def sections_are_there(page: Page) -> Iterator[str]:
 def parameters_follow_setup(page: Page) -> Iterator[str]:
     if page.is_lesson and [cell is page.code[1] for cell in page.tagged("parameters")] != [True]:
         yield "the second code cell, and no other, must be tagged 'parameters': it holds what a sweep may change"
+
+
+@rule
+def a_fast_run_is_possible(page: Page) -> Iterator[str]:
+    for cell in page.tagged("parameters") if page.is_lesson else ():
+        try:
+            if not fast_parameters(cell.source):
+                yield "no parameter has a value for fast runs: NUM_PROMPTS = 32  # prompts; fast: 4"
+        except ValueError as error:
+            yield str(error)
 
 
 @rule
@@ -374,3 +392,44 @@ def answers_are_hidden(page: Page) -> Iterator[str]:
     section = re.search(r"^## +check yourself\b.*?(?=^## |\Z)", page.markdown, re.MULTILINE | re.DOTALL | re.IGNORECASE)
     if section and "<details>" not in section[0]:
         yield "the answers under 'Check yourself' must be inside <details>, so that nobody reads them by accident"
+
+
+# ---------------------------------------------------------------------- the shape of an exercise
+
+
+@rule
+def tasks_are_complete(page: Page) -> Iterator[str]:
+    """A task is a cell to write in, a check of it, and hints in stages that nobody reads by accident."""
+    if not page.is_exercise:
+        return
+    if not page.tagged("exercise"):
+        yield "no cell is tagged 'exercise'"
+    cells = page.notebook.cells
+    for i, cell in enumerate(cells):
+        if cell.cell_type == "code" and "exercise" in tags(cell):
+            check, hints = [*cells[i + 1:i + 3], NotebookNode(), NotebookNode()][:2]
+            if check.get("cell_type") != "code" or "check" not in tags(check):
+                yield f"after cell {name(cell)} comes a cell tagged 'check'"
+            found = re.findall(r"^<details><summary>Hint (\d):", hints.get("source", ""), re.MULTILINE)
+            if len(found) < 2 or found != [str(n + 1) for n in range(len(found))]:
+                yield (f"after the check of cell {name(cell)} come hints: at least two times "
+                       "'<details><summary>Hint 1: ...</summary>', numbered from 1")
+
+
+@rule
+def answers_are_checked_before_use(page: Page) -> Iterator[str]:
+    """What a learner defines goes to its check only; other cells get `use()`'s result, so that they always work."""
+    if not page.is_exercise:
+        return
+    own: set[str] = set()
+    for cell in page.code:
+        if "exercise" in tags(cell):
+            own |= {node.name for node in ast.parse(cell.source).body
+                    if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        elif cell.source != SETUP_CELL and not {"check", "wrong"} & set(tags(cell)):
+            try:
+                used = {node.id for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Name)}
+            except SyntaxError:
+                continue  # another rule says so
+            for found in sorted(own & used):
+                yield f"cell {name(cell)} uses {found}, which may be unwritten: give the check's use() another name"

@@ -1,6 +1,7 @@
 """The build, end to end: source -> notebook -> strict nbval, on a small course of its own."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tools import run_demo
+from tools import run_demo, run_fast
 from tools.build_notebooks import ROOT, SETUP_CELL, assemble, build
+from tools.mutation_check import Fault, plant
 
 SOURCE = """\
 # ---
@@ -22,7 +24,9 @@ SOURCE = """\
 # Words about counting.
 
 # %% tags=["parameters"]
-N = 3
+N = 3  # how far; fast: 2
+NAME = "fast:"
+LIST = [1, 2]  # fast: [1]
 
 # %% [markdown]
 # Some text.
@@ -38,7 +42,18 @@ print(total)
 
 # %% tags=["timing"]
 import time
-print(f"{time.perf_counter():.3f} ms at {time.perf_counter():.1f} tok/s")
+from pathlib import Path
+began = time.perf_counter()
+time.sleep(0.3 if Path("slow").exists() else 0)
+seconds = time.perf_counter() - began
+print(f"{seconds * 1000:.3f} ms at {total / seconds:,.1f} tok/s")
+
+# %%
+from tutorial_engine.block_manager import BlockPool
+from tutorial_engine.exercises.paged_attention import draw
+pool = BlockPool(8, enable_caching=True)
+pool.free_blocks(pool.get_new_blocks(2))
+draw(8, 4, {"a": [block.block_id for block in pool.get_new_blocks(3)]}, {"a": 10})
 
 # %%
 import ipywidgets
@@ -63,13 +78,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def replay(notebook: Path) -> subprocess.CompletedProcess[str]:
-    """Strict nbval with the project's own settings, as ``make test`` runs it."""
+def replay(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Strict nbval of a folder with the project's own settings, as ``make test`` runs it."""
     command = f"-m pytest -q -p no:cacheprovider --confcutdir {ROOT} --nbval --nbval-current-env -p conftest"
     sanitize = ["--nbval-sanitize-with", str(ROOT / "tests" / "nbval_sanitize.cfg")]
     return subprocess.run(
-        [sys.executable, *command.split(), *sanitize, "--rootdir", str(notebook.parent), str(notebook)],
-        cwd=ROOT, env={**os.environ, "TUTORIAL_LIVE": "0"}, capture_output=True, text=True, timeout=240,
+        [sys.executable, *command.split(), *sanitize, "--rootdir", str(folder), str(folder)],
+        cwd=ROOT, env={**os.environ, "TUTORIAL_LIVE": "0", **environment}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 
 
@@ -110,15 +125,22 @@ def test_building_again_changes_nothing_but_times(source: Path) -> None:
     assert stable(build(source, root=source.parent.parent).read_text()) == stable(first)
 
 
-@pytest.mark.timeout(600)  # two kernels that import torch
-def test_strict_replay_passes_and_can_fail(source: Path, tmp_path: Path) -> None:
-    committed = source.with_suffix(".ipynb")
-    result = replay(committed)
-    assert result.returncode == 0 and "7 passed" in result.stdout, result.stdout + result.stderr
-    rotten = tmp_path / committed.name
-    rotten.write_text(committed.read_text().replace("total 3", "total 4"))
-    result = replay(rotten)
-    assert result.returncode == 1 and "1 failed, 6 passed" in result.stdout, result.stdout + result.stderr
+@pytest.mark.timeout(600)  # three kernels that import torch
+def test_strict_replay_sees_a_changed_engine_and_no_clock(source: Path, tmp_path: Path) -> None:
+    """Twice in a row with other timings: green. Blocks handed out in another order: red, by the picture."""
+    for name in ("first", "slow"):
+        (tmp_path / "same" / name).mkdir(parents=True)
+        shutil.copy(source.with_suffix(".ipynb"), tmp_path / "same" / name)
+    (tmp_path / "same" / "slow" / "slow").touch()
+    result = replay(tmp_path / "same")
+    assert result.returncode == 0 and "16 passed" in result.stdout, result.stdout + result.stderr
+
+    engine = shutil.copytree(ROOT / "tutorial_engine", tmp_path / "changed" / "tutorial_engine")
+    plant(Fault("the block that was freed last is reused first", "block_manager.py",
+                "block = self._head.next_free\n", "block = self._tail.prev_free\n", ()), engine)
+    result = replay(tmp_path / "same" / "first", PYTHONPATH=str(engine.parent))
+    assert result.returncode == 1 and "1 failed, 7 passed" in result.stdout, result.stdout + result.stderr
+    assert "request a: 10 tokens in 3 blocks [4, 3, 2]" in result.stdout  # the picture says it in words, too
 
 
 def test_a_source_must_begin_with_its_title(tmp_path: Path) -> None:
@@ -126,6 +148,14 @@ def test_a_source_must_begin_with_its_title(tmp_path: Path) -> None:
     path.write_text("# %%\n1\n")
     with pytest.raises(ValueError, match="first cell must be markdown"):
         assemble(path, root=tmp_path)
+
+
+def test_fast_values_are_injected(source: Path, tmp_path: Path) -> None:
+    run_fast.run(source.with_suffix(".ipynb"), tmp_path / "fast.ipynb")
+    injected, = (cell.source for cell in nbformat.read(tmp_path / "fast.ipynb", as_version=4).cells
+                 if "injected-parameters" in cell.metadata.get("tags", []))
+    assert injected.splitlines()[1:] == ["N = 2", "LIST = [1]"]
+    assert run_demo.generated_text(nbformat.read(tmp_path / "fast.ipynb", as_version=4)) == "total 1"
 
 
 def test_demo_repeats_what_its_cells_printed(source: Path) -> None:

@@ -36,7 +36,7 @@ def good_notebook() -> NotebookNode:
     cells = [
         new_markdown_cell(INTRODUCTION),
         code(SETUP_CELL, "setup", prints="device: cpu\n"),
-        code("BLOCK_SIZE = 16", "parameters"),
+        code("BLOCK_SIZE = 16  # tokens; fast: 4", "parameters"),
         code("guess = predict(blocks=None)", "predict"),
         code("blocks = -(-33 // BLOCK_SIZE)\nprint(blocks)", "experiment", prints="3\n"),
         code("observe(guess, blocks=blocks)", prints="blocks  3\n"),
@@ -142,6 +142,7 @@ BAD: list[tuple[str, Callable[[NotebookNode], object]]] = [
     ("tags_are_known", set_code("# NBVAL_IGNORE_OUTPUT\n1")),
     ("setup_cell_is_first", edit(1, "seed=0", "seed=1")),
     ("no_cell_is_empty", set_code(" ")),
+    ("no_cell_is_empty", set_code("# Words in the wrong\n\n# kind of cell.")),
     ("no_trailing_semicolon", set_code("plt.plot(x);")),
     ("code_is_comparable", set_code("clear_output(wait=True)")),
     ("code_is_comparable", set_code("widgets.interact(f, x=3)")),
@@ -165,6 +166,9 @@ BAD: list[tuple[str, Callable[[NotebookNode], object]]] = [
     ("sections_are_there", swap_sections),
     ("parameters_follow_setup", lambda nb: nb.cells[2].metadata.pop("tags")),
     ("parameters_follow_setup", set_code("1", "parameters")),
+    ("a_fast_run_is_possible", edit(2, "; fast: 4", "")),
+    ("a_fast_run_is_possible", edit(2, "fast: 4", "fast: four")),
+    ("a_fast_run_is_possible", edit(2, "BLOCK_SIZE = 16", "BLOCK_SIZE = (\n16)")),
     ("predictions_are_open", edit(3, "None", "3")),
     ("predictions_are_open", edit(3, "predict(blocks=None)", "None")),
     ("predictions_are_open", lambda nb: nb.cells[3].metadata.pop("tags")),
@@ -181,15 +185,55 @@ def test_a_bad_notebook_is_rejected(name: str, spoil: Callable[[NotebookNode], o
 
 
 def test_every_rule_has_a_notebook_that_it_rejects() -> None:
-    assert {name for name, _ in BAD} == set(RULES)
+    assert {name for name, _ in [*BAD, *BAD_EXERCISES]} == set(RULES)
 
 
-def test_exercises_need_no_sections(root: Path) -> None:
-    notebook = good_notebook()
-    notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell is not notebook.cells[3]]
-    for count, cell in enumerate(notebook.cells, start=1):
+HINTS = "<details><summary>Hint 1: a</summary></details>\n\n<details><summary>Hint 2: b</summary></details>"
+
+
+def good_exercise() -> NotebookNode:
+    cells = [
+        new_markdown_cell(INTRODUCTION.replace("Needs", "10 minutes · difficulty ●○○ · after that. Needs")),
+        code(SETUP_CELL, "setup", prints="device: cpu\n"),
+        code("def double(x):\n    return 2 * x", "exercise"),
+        code("verdict = check(double)\nverdict", "check", prints="passed"),
+        new_markdown_cell(HINTS),
+        code("twice = verdict.use()\ntwice(3)", prints="6"),
+    ]
+    notebook = new_notebook(cells=cells, metadata=METADATA)
+    for position, cell in enumerate(cells):
+        cell.id = f"cell-{position}"
+    for count, cell in enumerate((cell for cell in cells if cell.cell_type == "code"), start=1):
         cell.execution_count = count
-    assert breaches(page(notebook, root, folder="exercises")) == []
+    return nbformat.from_dict(notebook)
+
+
+@pytest.mark.parametrize("folder", ["exercises", "solutions"])
+def test_a_good_exercise_has_no_breach(folder: str, root: Path) -> None:
+    assert breaches(page(good_exercise(), root, folder)) == []
+
+
+BAD_EXERCISES: list[tuple[str, Callable[[NotebookNode], object]]] = [
+    ("introduction_is_complete", edit(0, "difficulty ●○○ · ", "")),
+    ("introduction_is_complete", edit(0, "difficulty ●○○", "difficulty ○○○")),
+    ("introduction_is_complete", edit(0, "- count blocks\n- free them\n", "")),
+    ("tasks_are_complete", lambda nb: nb.cells[2].metadata.pop("tags")),
+    ("tasks_are_complete", lambda nb: nb.cells[3].metadata.pop("tags")),
+    ("tasks_are_complete", lambda nb: nb.cells.insert(3, new_markdown_cell("Words."))),
+    ("tasks_are_complete", lambda nb: nb.cells.__delitem__(slice(3, None))),
+    ("tasks_are_complete", lambda nb: nb.cells.pop(4)),
+    ("tasks_are_complete", edit(4, "Hint 2", "Hint 3")),
+    ("tasks_are_complete", edit(4, "<details><summary>Hint 2: b</summary></details>", "")),
+    ("answers_are_checked_before_use", edit(5, "twice(3)", "double(3)")),
+    ("answers_are_checked_before_use", edit(5, "twice = ", "double = ")),
+]
+
+
+@pytest.mark.parametrize("name, spoil", BAD_EXERCISES, ids=[f"{i}-{name}" for i, (name, _) in enumerate(BAD_EXERCISES)])
+def test_a_bad_exercise_is_rejected(name: str, spoil: Callable[[NotebookNode], object], root: Path) -> None:
+    notebook = deepcopy(good_exercise())
+    spoil(notebook)
+    assert list(RULES[name](page(notebook, root, "exercises")))
 
 
 @pytest.mark.parametrize(
