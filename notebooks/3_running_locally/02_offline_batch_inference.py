@@ -136,19 +136,22 @@ for output in llm.wait_for_completion():
     print(repr(output.prompt), "->", repr(output.outputs[0].text))
 
 # %% [markdown]
-# What is in a step? Most lines of `LLMEngine.step`, in [llm_engine.py](../../tutorial_engine/llm_engine.py), care for
-# errors. These do the work:
+# What is in a step? `LLMEngine.step`, in [llm_engine.py](../../tutorial_engine/llm_engine.py), starts one and finishes
+# one. Most lines of these two halves care for errors. These do the work:
 
 # %%
 work = ("schedule()", "execute_model(", "update_from_output(", "output_processor.process(")
-for line in inspect.getsource(type(llm.llm_engine).step).splitlines():
+engine = type(llm.llm_engine)
+for line in (inspect.getsource(engine._start_step) + inspect.getsource(engine._finish_step)).splitlines():
     if any(call in line for call in work):
         print(line.strip())
 
 # %% [markdown]
 # `schedule` decides who computes how much. `execute_model` computes it, for all of them at once. `update_from_output`
-# appends the new tokens, and those who are done get off. `process` makes text. `wait_for_completion` repeats this until
-# everybody is finished. There is no "batch size" anywhere: the scheduler fills the bus anew at every stop.
+# appends the new tokens, and those who are done get off. `process` makes text. (Why two halves? On a GPU the engine
+# starts the next step before it finishes this one, so that the GPU never waits for Python.) `wait_for_completion`
+# repeats this until everybody is finished. There is no "batch size" anywhere: the scheduler fills the bus anew at every
+# stop.
 #
 # <details><summary>For readers who know vLLM: where this differs</summary>
 #
