@@ -14,7 +14,7 @@
 
 # %% tags=["parameters"]
 NUM_TOKENS = 24  # tokens that are written in experiment 1; fast: 4
-LONG_CONTEXT = 1536  # tokens of the long text in experiment 4; fast: 64
+LONG_CONTEXT = 1024  # tokens of the long text in experiment 4; fast: 64
 
 # %%
 import inspect
@@ -87,8 +87,9 @@ for _ in range(4):
 # | the index grows with every word | memory: so many bytes for each token |
 # | give the index away, keep the book | *preemption*: forget K and V, compute them again from the text |
 #
-# As a formula, this is attention for the newest token, in one head. Only one query occurs in it, and all keys and
-# values:
+# A layer asks several questions at once, each with vectors of its own. Each is called a *head*, and the length of its
+# vectors is `head_dim`, or *d*. As a formula, this is attention in one head, for the newest token. One query occurs in
+# it, and the keys and values of all tokens so far:
 #
 # $$\text{result} = \sum_t w_t\, v_t, \qquad w = \text{softmax}\!\left(\frac{q \cdot k_1}{\sqrt{d}}, \frac{q \cdot
 # k_2}{\sqrt{d}}, \dots\right)$$
@@ -145,7 +146,7 @@ print(f"{shape.num_hidden_layers} layers, {shape.num_key_value_heads} KV heads, 
 #
 # ### 1. With and without
 #
-# Write 24 tokens after our prompt of 24. Once the engine's way: one request, whose K and V are kept. Once the absurd
+# Write 24 tokens after our prompt of 22. Once the engine's way: one request, whose K and V are kept. Once the absurd
 # way: 24 requests, each with the whole text so far. **How many tokens go through the model, in all steps together?**
 # And is the text the same?
 #
@@ -205,7 +206,7 @@ seconds_kept, seconds_thrown = kept.records[-1].time, thrown_away.records[-1].ti
 print(f"{computed(thrown_away) / computed(kept):.0f} times fewer tokens, {seconds_thrown / seconds_kept:.1f} times less time")
 
 # %% [markdown]
-# Much less than that. A step with one token is not 36 times cheaper than a step with 36: both read all weights of the
+# Much less than that. A step with one token is not 34 times cheaper than a step with 34: both read all weights of the
 # model, half a gigabyte, and for few tokens this reading is most of the price. The notebook on prefill and decode is
 # about this. With longer texts the gap in time grows too.
 #
@@ -215,15 +216,15 @@ print(f"{computed(thrown_away) / computed(kept):.0f} times fewer tokens, {second
 #
 # <details><summary>What happens</summary>
 #
-# 24 + 47 = 71 with the cache, 24 + 25 + ... + 71 = 2,280 without: half as much again, and nearly three times as much.
+# 22 + 47 = 69 with the cache, 22 + 23 + ... + 69 = 2,184 without: half as much again, and nearly three times as much.
 # </details>
 
 # %% [markdown]
 # ### 2. Is a card really never rewritten?
 #
 # All of this rests on one claim: the K and V of a token stay what they are, whatever comes after. Do not believe it,
-# look into the cache. This function runs a text through the model and fetches its keys, by way of the block table,
-# which says in which blocks they are:
+# look into the cache. The next function runs a text through the model and fetches its keys from the cache. (The *block
+# table* of a request says in which blocks they are. V behaves as K does, so we look at K alone.)
 
 # %%
 def keys_of(text):
@@ -243,10 +244,10 @@ def changed(a, b):
 print("keys of the prompt:", list(keys_of(prompt).shape))
 
 # %% [markdown]
-# **Predict.** The prompt has 24 tokens.
+# **Predict.** The prompt has 22 tokens.
 #
-# - Three words are *added at its end*. How many of the 24 old keys change in the last layer?
-# - Its fourth token is *replaced* (place 3, counted from 0). How many of the 24 keys change in the first layer?
+# - Three words are *added at its end*. How many of the 22 old keys change in the last layer?
+# - Its fourth token is *replaced* (place 3, counted from 0). How many of the 22 keys change in the first layer?
 # - And in the last layer?
 
 # %% tags=["predict"]
@@ -273,15 +274,14 @@ print("replaced, layer by layer:", changed(before, other))
 #
 # **What this proves.** K and V of a token belong to the **whole text up to it**, not to the word. They may be used
 # again exactly where everything before is the same, token for token. That is why engines share beginnings (*prefix
-# caching*) and never middles.
+# caching*) and not middles.
 #
 # **Now change one thing:** put a word *in front*: compare `keys_of(tokenizer.encode("So ") + prompt)` with `before`,
 # shifted by one. How many change in the first layer?
 #
 # <details><summary>What happens</summary>
 #
-# All 24, already in the first layer. The words are the same, but every token has moved by a place or two, and the
-# position is part of the key.
+# All 22, already in the first layer. The words are the same, but each has moved, and the position is part of the key.
 # </details>
 
 # %% [markdown]
@@ -290,7 +290,7 @@ print("replaced, layer by layer:", changed(before, other))
 # The formula from above for other models. Their shapes are in their `config.json`:
 
 # %%
-models = {  # layers, attention heads, KV heads, head_dim, parameters
+models = {  # layers, attention heads, KV heads, head_dim
     "SmolLM2-135M": (30, 9, 3, 64), "Qwen2.5-0.5B": (24, 14, 2, 64), "Qwen3-0.6B": (28, 16, 8, 128),
     "Llama-3.1-8B": (32, 32, 8, 128), "Llama-3.1-70B": (80, 64, 8, 128),
 }
@@ -300,7 +300,7 @@ models = {  # layers, attention heads, KV heads, head_dim, parameters
 # how many in Qwen3-0.6B, which is hardly larger, and how many in the 8B model?
 
 # %% tags=["predict"]
-guess = predict(qwen25_half_billion=None, qwen3_half_billion=None, llama_8_billion=None)
+guess = predict(KiB_qwen25_half_billion=None, KiB_qwen3_half_billion=None, KiB_llama_8_billion=None)
 
 # %% tags=["experiment"]
 def bytes_per_token(layers, kv_heads, head_dim, bytes_per_number=2):
@@ -308,8 +308,8 @@ def bytes_per_token(layers, kv_heads, head_dim, bytes_per_number=2):
 
 
 cost = {name: bytes_per_token(layers, kv_heads, head_dim) for name, (layers, _, kv_heads, head_dim) in models.items()}
-observe(guess, qwen25_half_billion=cost["Qwen2.5-0.5B"] / 1024, qwen3_half_billion=cost["Qwen3-0.6B"] / 1024,
-        llama_8_billion=cost["Llama-3.1-8B"] / 1024)
+observe(guess, KiB_qwen25_half_billion=cost["Qwen2.5-0.5B"] / 1024, KiB_qwen3_half_billion=cost["Qwen3-0.6B"] / 1024,
+        KiB_llama_8_billion=cost["Llama-3.1-8B"] / 1024)
 
 # %%
 print(f"{'':14}{'a token':>12}{'8,192 tokens':>14}{'with all heads':>16}{'one KV head':>13}")
@@ -350,13 +350,13 @@ for name, (layers, hidden, gib, paper) in opt.items():
 # %% [markdown]
 # ### 4. Watch it grow
 #
-# Three requests at once, in the same pool. Their prompts have 24, 4 and 14 tokens; they want 6, 28 and 20 tokens. A
-# block has 16 places, and a request takes a new one when the last is full.
+# Three requests at once. Their prompts have 22, 4 and 14 tokens; they want 6, 28 and 20 tokens. A block has 16 places,
+# and a request takes a new one when its last is full.
 #
-# **Predict.** How many blocks are taken in the first step, how many in the last, and how many when all is done?
+# **Predict.** How many blocks are taken in the first step? At most, in any step? When all is done?
 
 # %% tags=["predict"]
-guess = predict(blocks_in_the_first_step=None, blocks_in_the_last_step=None, blocks_afterwards=None)
+guess = predict(blocks_in_the_first_step=None, most_blocks_at_once=None, blocks_afterwards=None)
 
 # %% tags=["experiment"]
 from tutorial_engine.viz import memory_map, watch
@@ -369,7 +369,7 @@ with watch(llm, memory_map) as trace:
 
 # %%
 held = [sum(map(len, record.tables.values())) for record in trace]
-observe(guess, blocks_in_the_first_step=held[0], blocks_in_the_last_step=held[-1],
+observe(guess, blocks_in_the_first_step=held[0], most_blocks_at_once=max(held),
         blocks_afterwards=free_before - trace.records[-1].num_free)
 
 # %% [markdown]
@@ -382,16 +382,25 @@ observe(guess, blocks_in_the_first_step=held[0], blocks_in_the_last_step=held[-1
 # memory, and not only speed, limits how many can be served together. Nobody reserves anything for an answer that may
 # never come; why that was a discovery is the subject of the notebook on PagedAttention.
 #
-# **And in time?** Each step reads the weights once, and the K and V of everybody aboard.
+# **Now change one thing:** let the second request write 60 tokens. In which step does it take its third block?
+#
+# <details><summary>What happens</summary>
+#
+# In step 29, counted from 0. After step *k* it holds 4 + *k* tokens, and the 33rd needs a third block.
+# </details>
+#
+# **And in time?** Each step reads all weights once, and the K and V of everybody aboard. For one request alone, how many
+# percent more bytes does a step read after 1,024 tokens than at the start? And after how many tokens does it read as
+# much cache as weights? (The model has 134,515,008 weights of 4 bytes. A token costs 46,080 bytes.)
 
 # %% tags=["predict"]
-guess = predict(percent_more_bytes_at_the_long_context=None, context_where_cache_equals_weights=None)
+guess = predict(percent_more_bytes_to_read=None, tokens_until_cache_equals_weights=None)
 
 # %% tags=["experiment"]
 weight_bytes = 4 * 134_515_008  # parameters of SmolLM2-135M in float32
 per_token = kv_bytes_per_token(shape, torch.float32)
-observe(guess, percent_more_bytes_at_the_long_context=round(100 * LONG_CONTEXT * per_token / weight_bytes),
-        context_where_cache_equals_weights=weight_bytes // per_token)
+observe(guess, percent_more_bytes_to_read=round(100 * LONG_CONTEXT * per_token / weight_bytes),
+        tokens_until_cache_equals_weights=weight_bytes // per_token)
 
 # %% tags=["timing", "nbval-ignore-output"]
 def decode_seconds(context):
@@ -453,7 +462,7 @@ with expect_error(ValueError):
     LLM(dtype="float32", kv_cache_memory_bytes=2**28)
 
 # %% [markdown]
-# It is the most frequent start-up error of vLLM, in nearly these words. Read it to the end: it names the length that
+# This is a classic start-up error of vLLM, in nearly these words. Read it to the end: it names the length that
 # would fit. Lower `max_model_len` to what your users need, before you rent a larger GPU.
 #
 # **2. "I took the 4-bit model, so I have four times the room."** Four-bit *weights* leave the cache as it was. What you
@@ -488,8 +497,9 @@ for gib in (16, 24, 80):
           f"{room / weights:26.1f}")
 
 # %% [markdown]
-# The 80 GiB card has a bit more than three times the memory of the 24 GiB one, and room for eight times as many
-# conversations: the weights are paid once, the rest is cache. Look at the last column too. With a full pool, each step
+# On 16 GiB nothing fits: 92 % of it is less than the weights. The 80 GiB card has a bit more than three times the memory
+# of the 24 GiB one, and room for eight times as many conversations: the weights are paid once, the rest is cache. Look
+# at the last column too. With a full pool, each step
 # reads four times as much cache as weights. So in long conversations the cache sets the pace, and not the model. That is
 # why GQA, FP8 caches and latent attention exist.
 #
@@ -500,9 +510,10 @@ for gib in (16, 24, 80):
 # * `vllm:num_preemptions_total`: how often K and V were given up, to be computed again later
 #
 # **Why compute again, and not move the cards away?** The text is tiny, its cards are not: 8,192 token ids of 4 bytes
-# are 32 KiB, the K and V of that text in the 8B model 1 GiB. Moving them to the CPU's memory and back is often slower
-# than one prefill over the text. vLLM recomputes. (Keeping K and V outside the GPU is worth it when they are needed
-# again *later*, by the next turn of the same conversation. That is what its connectors for offloading are for.)
+# are 32 KiB, the K and V of that text in the 8B model 1 GiB. The PagedAttention paper tried both ways, and found them
+# about equal with blocks of 16 to 64 tokens. When vLLM must preempt, it computes again: that needs no second memory, and
+# if the pool is large enough it is rare. (To keep K and V outside the GPU pays when they are wanted again *later*, by
+# the next turn of a conversation. That is what vLLM's connectors are for.)
 #
 # ### Exercise: a KV cache of your own (25 minutes)
 #
@@ -557,7 +568,7 @@ for gib in (16, 24, 80):
 # <details><summary>7. ●●● 32 heads, and 32, 8 or 1 KV heads: how do the caches compare, and which is best?</summary>
 #
 # 32 : 8 : 1. Fewer KV heads mean more requests in the same memory and less to read in each step; one alone costs
-# quality, and cannot be split between GPUs either: each would need a copy. 8 is what most models of today have.
+# quality, and cannot be split between GPUs either: each would need a copy. 8 is common today.
 # </details>
 #
 # **Trade-off**
@@ -604,8 +615,8 @@ for gib in (16, 24, 80):
 # | Llama-3.1-70B | 320 KiB | 2.5 GiB |
 #
 # **Sources.** Table with the tokens that fit: Kwon et al., *Efficient Memory Management for Large Language Model Serving
-# with PagedAttention*, SOSP 2023, [arXiv 2309.06180](https://arxiv.org/abs/2309.06180), Table 1; recomputing after
-# preemption is its section 4.5. Attention: Vaswani et al., *Attention Is All You Need*, 2017, [arXiv
+# with PagedAttention*, SOSP 2023, [arXiv 2309.06180](https://arxiv.org/abs/2309.06180), Table 1; computing again after a
+# preemption: sections 4.5 and 7.3. Attention: Vaswani et al., *Attention Is All You Need*, 2017, [arXiv
 # 1706.03762](https://arxiv.org/abs/1706.03762). One KV head: Shazeer, 2019, [arXiv
 # 1911.02150](https://arxiv.org/abs/1911.02150); groups: Ainslie et al., 2023, [arXiv
 # 2305.13245](https://arxiv.org/abs/2305.13245), who also report what they cost in quality. Positions in the key: Su et

@@ -177,8 +177,8 @@ observe(guess, with_the_cache=cached, without=uncached, same_tokens=tokens == sa
 #
 # These are the usual mistakes, and what the checks say about them.
 #
-# **Counting the heads that ask.** For a model with as many KV heads as heads this is right, and until 2023 nearly all
-# were like that. For SmolLM2 it is three times too much.
+# **Counting the heads that ask.** For a model with as many KV heads as heads this is right, and until 2023 most were
+# like that. For SmolLM2 it is three times too much.
 
 # %% tags=["wrong"]
 def cache_bytes_per_token(config, bytes_per_number):
