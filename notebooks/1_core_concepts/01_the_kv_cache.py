@@ -138,8 +138,8 @@ from tutorial_engine.kv_cache import kv_bytes_per_token
 
 print(inspect.getsource(kv_bytes_per_token))
 shape = llm.llm_engine.model_runner.model.config
-print(f"{shape.num_hidden_layers} layers, {shape.num_key_value_heads} KV heads, {shape.head_dim} numbers, 4 bytes each:",
-      f"{kv_bytes_per_token(shape, torch.float32):,} bytes")
+print(f"{shape.num_hidden_layers} layers, {shape.num_key_value_heads} KV heads, {shape.head_dim} numbers of 4 bytes:",
+      f"{kv_bytes_per_token(shape, torch.float32):,} bytes a token")
 
 # %% [markdown]
 # ## Try it
@@ -202,8 +202,9 @@ print(f"{with_cache:,} tokens against {without:,}: {without / with_cache:.0f} ti
 # Is it also so many times *faster*? Measure (your machine's numbers, compared with nothing):
 
 # %% tags=["timing", "nbval-ignore-output"]
-seconds_kept, seconds_thrown = kept.records[-1].time, thrown_away.records[-1].time
-print(f"{computed(thrown_away) / computed(kept):.0f} times fewer tokens, {seconds_thrown / seconds_kept:.1f} times less time")
+times_fewer = computed(thrown_away) / computed(kept)
+times_faster = thrown_away.records[-1].time / kept.records[-1].time
+print(f"{times_fewer:.0f} times fewer tokens, {times_faster:.1f} times less time")
 
 # %% [markdown]
 # Much less than that. A step with one token is not 34 times cheaper than a step with 34: both read all weights of the
@@ -296,8 +297,8 @@ models = {  # layers, attention heads, KV heads, head_dim
 }
 
 # %% [markdown]
-# **Predict**, with 2 bytes a number (float16 or bfloat16): how many KiB (1,024 bytes) does a token cost in Qwen2.5-0.5B,
-# how many in Qwen3-0.6B, which is hardly larger, and how many in the 8B model?
+# **Predict**, with 2 bytes a number (float16 or bfloat16): how many KiB (1,024 bytes) does a token cost in
+# Qwen2.5-0.5B, how many in Qwen3-0.6B, which is hardly larger, and how many in the 8B model?
 
 # %% tags=["predict"]
 guess = predict(KiB_qwen25_half_billion=None, KiB_qwen3_half_billion=None, KiB_llama_8_billion=None)
@@ -313,7 +314,7 @@ observe(guess, KiB_qwen25_half_billion=cost["Qwen2.5-0.5B"] / 1024, KiB_qwen3_ha
 
 # %%
 print(f"{'':14}{'a token':>12}{'8,192 tokens':>14}{'with all heads':>16}{'one KV head':>13}")
-for name, (layers, heads, kv_heads, head_dim) in models.items():
+for name, (layers, heads, _, head_dim) in models.items():
     every, one = (bytes_per_token(layers, n, head_dim) for n in (heads, 1))
     print(f"{name:14}{cost[name] / 2**10:8.1f} KiB{cost[name] * 8192 / 2**30:10.2f} GiB"
           f"{every / 2**10:12.1f} KiB{one / 2**10:9.1f} KiB")
@@ -389,9 +390,9 @@ observe(guess, blocks_in_the_first_step=held[0], most_blocks_at_once=max(held),
 # In step 29, counted from 0. After step *k* it holds 4 + *k* tokens, and the 33rd needs a third block.
 # </details>
 #
-# **And in time?** Each step reads all weights once, and the K and V of everybody aboard. For one request alone, how many
-# percent more bytes does a step read after 1,024 tokens than at the start? And after how many tokens does it read as
-# much cache as weights? (The model has 134,515,008 weights of 4 bytes. A token costs 46,080 bytes.)
+# **And in time?** Each step reads all weights once, and the K and V of everybody aboard. For one request alone, how
+# many percent more bytes does a step read after 1,024 tokens than at the start? And after how many tokens does it read
+# as much cache as weights? (The model has 134,515,008 weights of 4 bytes. A token costs 46,080 bytes.)
 
 # %% tags=["predict"]
 guess = predict(percent_more_bytes_to_read=None, tokens_until_cache_equals_weights=None)
@@ -424,7 +425,7 @@ print(f"a decode step after {LONG_CONTEXT:,} tokens takes {long / short:.1f} tim
 #
 # | knob | default | what it does to the cache |
 # |---|---|---|
-# | `gpu_memory_utilization` | 0.92 | the share of the GPU for weights, working memory *and* cache: the cache gets the rest |
+# | `gpu_memory_utilization` | 0.92 | share of the GPU to use; the cache gets what weights and work leave |
 # | `kv_cache_memory_bytes` | derived | its size in bytes, as on this page |
 # | `dtype` | the model's | 2-byte numbers halve it, and the weights |
 # | `kv_cache_dtype` | `"auto"`: as `dtype` | in vLLM, `"fp8"` halves the cache alone. This engine has `"auto"` only |
@@ -497,11 +498,10 @@ for gib in (16, 24, 80):
           f"{room / weights:26.1f}")
 
 # %% [markdown]
-# On 16 GiB nothing fits: 92 % of it is less than the weights. The 80 GiB card has a bit more than three times the memory
-# of the 24 GiB one, and room for eight times as many conversations: the weights are paid once, the rest is cache. Look
-# at the last column too. With a full pool, each step
-# reads four times as much cache as weights. So in long conversations the cache sets the pace, and not the model. That is
-# why GQA, FP8 caches and latent attention exist.
+# On 16 GiB nothing fits: 92 % of it is less than the weights. The 80 GiB card has a bit more than three times the
+# memory of the 24 GiB one, and room for eight times as many conversations: the weights are paid once, the rest is
+# cache. Look at the last column too. With a full pool, each step reads four times as much cache as weights. So in long
+# conversations the cache sets the pace, and not the model. That is why GQA, FP8 caches and latent attention exist.
 #
 # What to watch on a running vLLM:
 #
@@ -511,9 +511,9 @@ for gib in (16, 24, 80):
 #
 # **Why compute again, and not move the cards away?** The text is tiny, its cards are not: 8,192 token ids of 4 bytes
 # are 32 KiB, the K and V of that text in the 8B model 1 GiB. The PagedAttention paper tried both ways, and found them
-# about equal with blocks of 16 to 64 tokens. When vLLM must preempt, it computes again: that needs no second memory, and
-# if the pool is large enough it is rare. (To keep K and V outside the GPU pays when they are wanted again *later*, by
-# the next turn of a conversation. That is what vLLM's connectors are for.)
+# about equal with blocks of 16 to 64 tokens. When vLLM must preempt, it computes again: that needs no second memory,
+# and if the pool is large enough it is rare. (To keep K and V outside the GPU pays when they are wanted again *later*,
+# by the next turn of a conversation. That is what vLLM's connectors are for.)
 #
 # ### Exercise: a KV cache of your own (25 minutes)
 #
@@ -582,8 +582,8 @@ for gib in (16, 24, 80):
 # <details><summary>9. ●●● Decode steps have become slower during the day, with the same number of requests. What do you
 # look at?</summary>
 #
-# At the lengths. The weights that a step reads are the same, the cache is not: conversations that have grown from 500 to
-# 8,000 tokens read sixteen times as much K and V.
+# At the lengths. The weights that a step reads are the same, the cache is not: conversations that have grown from 500
+# to 8,000 tokens read sixteen times as much K and V.
 # </details>
 #
 # <details><summary>10. ●●●● An 8B model on a 24 GiB card serves seven conversations of 8,192 tokens. You need fourteen.
@@ -614,9 +614,9 @@ for gib in (16, 24, 80):
 # | Llama-3.1-8B | 128 KiB | 1 GiB |
 # | Llama-3.1-70B | 320 KiB | 2.5 GiB |
 #
-# **Sources.** Table with the tokens that fit: Kwon et al., *Efficient Memory Management for Large Language Model Serving
-# with PagedAttention*, SOSP 2023, [arXiv 2309.06180](https://arxiv.org/abs/2309.06180), Table 1; computing again after a
-# preemption: sections 4.5 and 7.3. Attention: Vaswani et al., *Attention Is All You Need*, 2017, [arXiv
+# **Sources.** Table with the tokens that fit: Kwon et al., *Efficient Memory Management for Large Language Model
+# Serving with PagedAttention*, SOSP 2023, [arXiv 2309.06180](https://arxiv.org/abs/2309.06180), Table 1; computing
+# again after a preemption: sections 4.5 and 7.3. Attention: Vaswani et al., *Attention Is All You Need*, 2017, [arXiv
 # 1706.03762](https://arxiv.org/abs/1706.03762). One KV head: Shazeer, 2019, [arXiv
 # 1911.02150](https://arxiv.org/abs/1911.02150); groups: Ainslie et al., 2023, [arXiv
 # 2305.13245](https://arxiv.org/abs/2305.13245), who also report what they cost in quality. Positions in the key: Su et

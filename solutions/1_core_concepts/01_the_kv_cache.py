@@ -7,8 +7,8 @@
 # - write the cache: keep K and V of every token, and let the newest one look at all of them
 # - show that the cached row is the row that computing everything gives, also when heads share their K and V
 #
-# 25 minutes · difficulty ●●○ · after [The KV cache](../../notebooks/1_core_concepts/01_the_kv_cache.ipynb) · needs no GPU
-# and no model; a little PyTorch for the second task.
+# 25 minutes · difficulty ●●○ · after [The KV cache](../../notebooks/1_core_concepts/01_the_kv_cache.ipynb) · needs no
+# GPU and no model; a little PyTorch for the second task.
 
 # %%
 import torch
@@ -222,8 +222,8 @@ class KVCache(course.KVCache):
 course.check_kv_cache(KVCache)
 
 # %% [markdown] tags=["solution"]
-# **Forgetting the root.** Softmax becomes too sharp. The text stays fluent for a while, which makes this one hard to find
-# in a real model.
+# **Forgetting the root.** Softmax becomes too sharp. The text stays fluent for a while, which makes this one hard to
+# find in a real model.
 
 # %% tags=["wrong"]
 class KVCache(course.KVCache):

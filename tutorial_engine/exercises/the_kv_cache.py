@@ -68,7 +68,7 @@ def check_kv_cache(answer: Answer) -> None:
     cache.call("append", one, 9 * one).works()
     cache.call("attend", one).must(lambda result: not torch.equal(result, 9 * one), "something of the 5 as well",
                                    "the first token: is it still there after the second `append`?")
-    cache.call("attend", one).gives(7 * one, "the weights: softmax makes those of all *tokens* add up to 1. Here are two "
+    cache.call("attend", one).gives(7 * one, "the weights: softmax makes those of all tokens add up to 1. Here are two "
                                              "tokens with equal keys, so each gets a half, and halfway between 5 and "
                                              "9 is 7.")
     cache.call("attend", one).gives(7 * one, "asking twice: attend must leave the cache as it is.")
