@@ -35,8 +35,8 @@ from tutorial_engine.trace import Trace
 # put it at the end, and run the whole text again.
 #
 # Let us do exactly that. (`enable_prefix_caching=False` is important on this page: with it on, the engine would keep
-# work from one call to the next, and that is what we want to do without. The other arguments make every machine print
-# the same numbers.)
+# work from one call to the next, and that is what we want to do without. The other arguments, such as the 256 MiB for
+# the cache, make every machine print the same numbers.)
 
 # %%
 llm = LLM(dtype="float32", kv_cache_memory_bytes=2**28, max_model_len=4096, enable_prefix_caching=False,
@@ -51,8 +51,8 @@ def next_token(text):
     return output.outputs[0].token_ids[0]
 
 
-prompt = tokenizer.encode("Large language models write one word after the other. To write the next word, the model has "
-                          "to look at")
+prompt = tokenizer.encode("Large language models write one word after the other. "
+                          "To write the next word, the model has to look at")
 text = list(prompt)
 for _ in range(4):
     token = next_token(text)
@@ -69,11 +69,11 @@ for _ in range(4):
 # %% [markdown]
 # ## The idea
 #
-# Imagine a reader with a **card index**. For each word that she reads, she files one card. On its *tab* stands what the
-# word is about, so that it can be found. On the card itself stands what there is to know about it. When she comes to
-# the next word, she writes a *question* on a slip of paper, compares it with all the tabs, and takes what she needs
-# from the cards, most from those that fit best. Then she throws the slip away, files a card for this word too, and goes
-# on. She never reads the old pages again.
+# Imagine a reader with a **card index**. For each word that she comes to, she files one card. On its *tab* stands what
+# the word is about, so that it can be found. On the card itself stands what there is to know about it, after all that
+# she has read so far. Then she writes a *question* on a slip of paper: what do I need, to understand this place? She
+# compares it with all the tabs, takes what she needs from the cards, most from those that fit best, and throws the slip
+# away. She never reads the old pages again.
 #
 # | the card index | the model |
 # |---|---|
@@ -91,8 +91,9 @@ for _ in range(4):
 # vectors is `head_dim`, or *d*. As a formula, this is attention in one head, for the newest token. One query occurs in
 # it, and the keys and values of all tokens so far:
 #
-# $$\text{result} = \sum_t w_t\, v_t, \qquad w = \text{softmax}\!\left(\frac{q \cdot k_1}{\sqrt{d}}, \frac{q \cdot
-# k_2}{\sqrt{d}}, \dots\right)$$
+# ```
+# weights  w1 ... wn  =  softmax( q·k1 / √d, ..., q·kn / √d )        result  =  w1·v1 + ... + wn·vn
+# ```
 #
 # **Why is Q not kept?** Because nobody will ever ask an old question again. The query of token 5 computes the result of
 # token 5, and that has happened. Later tokens bring questions of their own, and look at the K and V of token 5.
@@ -108,8 +109,9 @@ for _ in range(4):
 # %%
 from tutorial_engine.models.decoder import DecoderLayer
 
+work = ("qkv_proj(", "qkv.split", "apply_rope", "kv_cache.write", "paged_attention(")
 for line in inspect.getsource(DecoderLayer.forward).splitlines():
-    if any(word in line for word in ("qkv_proj(", "qkv.split", "apply_rope", "kv_cache.write", "paged_attention(")):
+    if any(word in line for word in work):
         print(line.strip())
 
 # %% [markdown]
@@ -128,7 +130,7 @@ for line in inspect.getsource(DecoderLayer.forward).splitlines():
 cache = llm.llm_engine.model_runner.kv_cache
 print("layers:", len(cache.key), len(cache.value))
 print("key[0]: ", list(cache.key[0].shape), " = blocks, KV heads, tokens in a block, numbers in a vector")
-print("bytes in all:", f"{cache.num_bytes:,}", "  room for tokens:", f"{cache.num_blocks * cache.block_size:,}")
+print(f"{cache.num_bytes:,} bytes in all, room for {cache.num_blocks * cache.block_size:,} tokens")
 
 # %% [markdown]
 # And one line of arithmetic tells what a token costs, in [kv_cache.py](../../tutorial_engine/kv_cache.py):
@@ -138,8 +140,8 @@ from tutorial_engine.kv_cache import kv_bytes_per_token
 
 print(inspect.getsource(kv_bytes_per_token))
 shape = llm.llm_engine.model_runner.model.config
-print(f"{shape.num_hidden_layers} layers, {shape.num_key_value_heads} KV heads, {shape.head_dim} numbers of 4 bytes:",
-      f"{kv_bytes_per_token(shape, torch.float32):,} bytes a token")
+print(f"{shape.num_hidden_layers} layers, {shape.num_key_value_heads} KV heads,",
+      f"{shape.head_dim} numbers of 4 bytes: {kv_bytes_per_token(shape, torch.float32):,} bytes a token")
 
 # %% [markdown]
 # ## Try it
@@ -308,8 +310,10 @@ def bytes_per_token(layers, kv_heads, head_dim, bytes_per_number=2):
     return 2 * layers * kv_heads * head_dim * bytes_per_number
 
 
-cost = {name: bytes_per_token(layers, kv_heads, head_dim) for name, (layers, _, kv_heads, head_dim) in models.items()}
-observe(guess, KiB_qwen25_half_billion=cost["Qwen2.5-0.5B"] / 1024, KiB_qwen3_half_billion=cost["Qwen3-0.6B"] / 1024,
+cost = {name: bytes_per_token(layers, kv_heads, head_dim)
+        for name, (layers, _, kv_heads, head_dim) in models.items()}
+observe(guess, KiB_qwen25_half_billion=cost["Qwen2.5-0.5B"] / 1024,
+        KiB_qwen3_half_billion=cost["Qwen3-0.6B"] / 1024,
         KiB_llama_8_billion=cost["Llama-3.1-8B"] / 1024)
 
 # %%
@@ -321,9 +325,9 @@ for name, (layers, heads, _, head_dim) in models.items():
 
 # %% [markdown]
 # Two models of about the same size, and the cache of one is nine times that of the other. **The size of a model says
-# nothing about its cache.** Qwen3-0.6B costs nearly as much for each token as the 8B model.
+# little about its cache.** Qwen3-0.6B costs nearly as much for each token as the 8B model.
 #
-# The last two columns show why nobody keeps K and V for each head any more. With all heads (*multi-head attention*,
+# The last two columns show why few new models keep K and V for each head. With all heads (*multi-head attention*,
 # MHA, as in 2017) a token of the 70B model would cost 2.5 MiB; with 8 KV heads (*grouped-query attention*, GQA, 2023)
 # it is an eighth. A single KV head (*multi-query attention*, MQA, 2019) is cheaper still, and costs quality.
 #
@@ -334,7 +338,7 @@ for name, (layers, heads, _, head_dim) in models.items():
 opt = {"13B": (40, 5120, 12, "15.7K"), "66B": (64, 9216, 21, "9.7K"), "175B": (96, 12288, 264, "60.1K")}
 print("model   memory for KV   tokens: paper      ours")
 for name, (layers, hidden, gib, paper) in opt.items():
-    tokens = gib * 2**30 / bytes_per_token(layers, 1, hidden)  # all heads together are as wide as the hidden size
+    tokens = gib * 2**30 / bytes_per_token(layers, 1, hidden)  # all heads together: hidden
     print(f"{name:8}{gib:>7} GB{paper:>19}{tokens / 1000:>9.1f}K")
 
 # %% [markdown]
@@ -374,10 +378,14 @@ observe(guess, blocks_in_the_first_step=held[0], most_blocks_at_once=max(held),
         blocks_afterwards=free_before - trace.records[-1].num_free)
 
 # %% [markdown]
-# **How to read it.** One row is a block, one column a step; the colour is the request. Above, the same in numbers: blue
-# places hold a token, those in the other colour are taken and still empty. Move the slider: the first request leaves
-# after 6 steps, and both of its blocks are free at once. The others take a second block when they need it, and not
-# before.
+# **How to read it.** Below, a row is a block, a column is a step, and a bar says which request holds the block. (Its
+# number is the request's: the engine counts all that it ever got.) Above is the sum: how many places hold a token, and
+# how many are taken and still empty. Move the slider or hover over a bar:
+#
+# - The first request leaves after 6 steps, and both of its blocks are free at once.
+# - The second takes its second block in step 13, when its first is full, and not before. It is a block that the first
+#   request has left.
+# - The third takes a third block in its very last step, for a single token. The other 15 places stay empty.
 #
 # **What this proves.** The cache grows with every token of *every* request, while the weights stay as they are. So
 # memory, and not only speed, limits how many can be served together. Nobody reserves anything for an answer that may
@@ -389,7 +397,8 @@ observe(guess, blocks_in_the_first_step=held[0], most_blocks_at_once=max(held),
 #
 # In step 29, counted from 0. After step *k* it holds 4 + *k* tokens, and the 33rd needs a third block.
 # </details>
-#
+
+# %% [markdown]
 # **And in time?** Each step reads all weights once, and the K and V of everybody aboard. For one request alone, how
 # many percent more bytes does a step read after 1,024 tokens than at the start? And after how many tokens does it read
 # as much cache as weights? (The model has 134,515,008 weights of 4 bytes. A token costs 46,080 bytes.)
@@ -544,7 +553,8 @@ for gib in (16, 24, 80):
 # Row *t* of attention needs the query of token *t* and the keys and values of all tokens up to *t*. Later rows need the
 # K and V of *t* again, and never its query.
 # </details>
-#
+
+# %% [markdown]
 # **Mechanics**
 #
 # <details><summary>4. ●● A prompt of 100 tokens, an answer of 50. How many tokens are computed with a cache, how many
@@ -570,7 +580,8 @@ for gib in (16, 24, 80):
 # 32 : 8 : 1. Fewer KV heads mean more requests in the same memory and less to read in each step; one alone costs
 # quality, and cannot be split between GPUs either: each would need a copy. 8 is common today.
 # </details>
-#
+
+# %% [markdown]
 # **Trade-off**
 #
 # <details><summary>8. ●●● When would you rather compute K and V again than keep them?</summary>
@@ -601,7 +612,8 @@ for gib in (16, 24, 80):
 # ```
 # bytes per token  = 2 × layers × KV heads × head_dim × bytes a number
 # tokens that fit  = (0.92 × GPU memory − weights − working memory) / bytes per token
-# computed with a cache, prompt p and answer n:   p + n − 1            without:   p + (p+1) + ... + (p+n−1)
+# tokens computed, prompt p, answer n:  with a cache  p + n − 1
+#                                       without       p + (p+1) + ... + (p+n−1)
 # read in a decode step = weights + bytes per token × tokens of all requests in the batch
 # K and V can be used again where everything before is the same: same tokens, same places
 # ```

@@ -29,8 +29,8 @@ from tutorial_engine.notebook import observe, predict
 # num_key_value_heads               3             8    (missing)
 # head_dim                   (missing)          128   (missing)
 #
-# bytes per token, 4-byte      46,080
-# numbers
+# numbers of               4 bytes       2 bytes    2 bytes
+# a token costs             46,080             ?          ?
 # ```
 #
 # Two entries may be missing. Without `num_key_value_heads`, every attention head keeps its own K and V. Without
@@ -165,8 +165,9 @@ def write(prompt, num_tokens, keep):
     return tokens, model.asked
 
 
-(tokens, cached), (same, uncached) = write([3, 1, 4, 1, 5], 8, keep=True), write([3, 1, 4, 1, 5], 8, keep=False)
-observe(guess, with_the_cache=cached, without=uncached, same_tokens=tokens == same)
+kept, asked = write([3, 1, 4, 1, 5], 8, keep=True)
+thrown_away, asked_without = write([3, 1, 4, 1, 5], 8, keep=False)
+observe(guess, with_the_cache=asked, without=asked_without, same_tokens=kept == thrown_away)
 
 # %% [markdown]
 # **Explain.** With the cache: 5 of the prompt, and one for each of the 8 tokens but the last, which nobody reads: 12.
