@@ -81,6 +81,15 @@ def test_every_folder_of_the_package_is_installed() -> None:
     assert setuptools["package-dir"] == {"tutorial_engine": "tutorial_engine", "tutorial_engine.kernels": "kernels"}
 
 
+def test_every_file_of_the_package_is_installed() -> None:
+    patterns = [(package.replace(".", "/"), pattern) for package, some in
+                PROJECT["tool"]["setuptools"]["package-data"].items() for pattern in some]
+    named = {path for folder, pattern in patterns for path in (ROOT / folder).glob(pattern)}
+    others = {path for path in (ROOT / "tutorial_engine").rglob("*") if path.is_file() and path.suffix != ".py"
+              and "__pycache__" not in path.parts}
+    assert others == named
+
+
 def test_kernels_is_no_package_of_its_own() -> None:
     """transformers looks for a package `kernels` and, finding ours, would take it for the one on PyPI."""
     assert not (ROOT / "kernels" / "__init__.py").exists()

@@ -27,7 +27,7 @@ def first_picture(notebook: Path = NOTEBOOK) -> str:
     for cell in nbformat.read(notebook, as_version=4).cells:
         for output in cell.get("outputs", []):
             page = output.get("data", {}).get("text/html", "")
-            if found := re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', page):
+            if found := re.match(r'<img [^>]*src="data:image/svg\+xml;base64,([^"]+)"', page):  # no player
                 return base64.b64decode(found[1]).decode() + "\n"
     raise ValueError(f"{notebook} has no stored picture: run `make notebooks` first")
 

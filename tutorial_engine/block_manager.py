@@ -25,7 +25,7 @@ import hashlib
 import logging
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tutorial_engine.kv_events import MAX_KEPT_EVENTS, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -103,13 +103,16 @@ class FreeKVCacheBlockQueue:
         self.remove(block)
         return block
 
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        """The free blocks, the next one to be reused first."""
+        block = self._head.next_free
+        while block is not self._tail:
+            yield block
+            block = block.next_free
+
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """All free blocks, the next one to be reused first."""
-        blocks, block = [], self._head.next_free
-        while block is not self._tail:
-            blocks.append(block)
-            block = block.next_free
-        return blocks
+        return list(self)
 
 
 class BlockPool:

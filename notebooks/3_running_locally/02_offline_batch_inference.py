@@ -136,19 +136,22 @@ for output in llm.wait_for_completion():
     print(repr(output.prompt), "->", repr(output.outputs[0].text))
 
 # %% [markdown]
-# What is in a step? Most lines of `LLMEngine.step`, in [llm_engine.py](../../tutorial_engine/llm_engine.py), care for
-# errors. These do the work:
+# What is in a step? `LLMEngine.step`, in [llm_engine.py](../../tutorial_engine/llm_engine.py), starts one and finishes
+# one. Most lines of these two halves care for errors. These do the work:
 
 # %%
 work = ("schedule()", "execute_model(", "update_from_output(", "output_processor.process(")
-for line in inspect.getsource(type(llm.llm_engine).step).splitlines():
+engine = type(llm.llm_engine)
+for line in (inspect.getsource(engine._start_step) + inspect.getsource(engine._finish_step)).splitlines():
     if any(call in line for call in work):
         print(line.strip())
 
 # %% [markdown]
 # `schedule` decides who computes how much. `execute_model` computes it, for all of them at once. `update_from_output`
-# appends the new tokens, and those who are done get off. `process` makes text. `wait_for_completion` repeats this until
-# everybody is finished. There is no "batch size" anywhere: the scheduler fills the bus anew at every stop.
+# appends the new tokens, and those who are done get off. `process` makes text. (Why two halves? On a GPU the engine
+# starts the next step before it finishes this one, so that the GPU never waits for Python.) `wait_for_completion`
+# repeats this until everybody is finished. There is no "batch size" anywhere: the scheduler fills the bus anew at every
+# stop.
 #
 # <details><summary>For readers who know vLLM: where this differs</summary>
 #
@@ -469,18 +472,19 @@ observe(guess, steps_loop=len(loop), steps_list=len(batch), same_tokens=singles 
 # %% [markdown]
 # The loop takes as many steps as there are output tokens: **the sum**. The list takes as many as the longest answer
 # needs: **the maximum**. The tokens are the same. Here is the picture, one row for each prompt, one column for each
-# step:
+# step. In the first step of a prompt its tokens are read (blue), in each further one a token is written (green). The
+# loop, one passenger a drive:
 
 # %%
-fig, axes = plt.subplots(2, 1, figsize=(10, 4.2), sharex=True)
-for ax, trace, name in zip(axes, (loop, batch), ("loop: one passenger a drive", "list: everybody aboard")):
-    rows = {}  # request -> row, in order of appearance
-    for record in trace:
-        for request_id in record.scheduled:
-            ax.add_patch(plt.Rectangle((record.step, rows.setdefault(request_id, len(rows))), 1, 1, fc="#3b6ea5"))
-    ax.set(ylim=(len(rows), 0), ylabel="prompt", title=f"{name} ({len(trace)} steps)")
-axes[1].set(xlim=(0, len(loop)), xlabel="engine step")
-fig.tight_layout()
+from tutorial_engine.viz import batch_occupancy
+
+batch_occupancy(loop, step=-1)
+
+# %% [markdown]
+# The list, everybody aboard:
+
+# %%
+batch_occupancy(batch, step=-1)
 
 # %% [markdown]
 # And in seconds? This depends on your machine, so it is not compared with anything. A step that carries 32 prompts does
@@ -727,19 +731,24 @@ seated, seated_tokens = six_letters(llm)
 observe(guess, put_off=sum(len(record.preempted) for record in seated), steps=len(seated),
         same_tokens=seated_tokens == crowded_tokens)
 
+# %% [markdown]
+# 256 seats, and two are put off (×). The 17 are the 16 tokens that are computed again, and the next one:
+
 # %%
-fig, axes = plt.subplots(1, 2, figsize=(10, 2.4), sharex=True, sharey=True)
-for ax, trace, name in zip(axes, (crowded, seated), ("256 seats: two are put off", "4 seats: nobody is")):
-    ax.step([record.step for record in trace], [len(record.scheduled) for record in trace], where="post")
-    ax.set(title=f"{name}, {len(trace)} steps", xlabel="step", ylabel="requests in the step", ylim=(0, 7))
-fig.tight_layout()
+batch_occupancy(crowded)
 
 # %% [markdown]
-# No preemption, and yet *more* steps: 24 instead of 15. On the left the last two ride along for 9 steps, wait for 3,
-# and repeat their beginning in one step. On the right they wait for 12. A few preemptions are a price, not a fault.
-# When they become many, and thousands of tokens are computed twice, the advice is right. **So count both**: steps *and*
-# tokens computed again. (In vLLM, build the engine with `disable_log_stats=False`; the counters of `llm.get_metrics()`
-# then include the preemptions.)
+# Four seats, and nobody is:
+
+# %%
+batch_occupancy(seated)
+
+# %% [markdown]
+# No preemption, and yet *more* steps: 24 instead of 15. In the first picture the last two ride along for 9 steps, wait
+# for 3, and repeat their beginning in one step. In the second they wait for 12. A few preemptions are a price, not a
+# fault. When they become many, and thousands of tokens are computed twice, the advice is right. **So count both**:
+# steps *and* tokens computed again. (In vLLM, build the engine with `disable_log_stats=False`; the counters of
+# `llm.get_metrics()` then include the preemptions.)
 #
 # Whatever you turn here, the tokens stay the same. These knobs decide how the work is cut into steps, never what comes
 # out (in float32; in half precision, sums taken in another order can tip a close decision).

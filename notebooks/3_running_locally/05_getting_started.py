@@ -241,11 +241,15 @@ print(f"list: {8 * 10 / list_s:.0f} tokens per second")
 # - How many blocks will the first two requests share?
 # - The third has to wait for a seat. Its prompt has 46 tokens. How many of them must be computed when it gets
 #   one?
+#
+# `watch` records the steps as `Trace` does, and shows them: first live, then as a player with a slider.
 
 # %% tags=["predict"]
 guess = predict(shared_blocks=None, computed_for_the_third=None)
 
 # %% tags=["experiment"]
+from tutorial_engine.viz import block_table, watch
+
 llm.close()
 small = LLM(dtype="float32", max_model_len=128, num_gpu_blocks_override=24, max_num_seqs=2)
 
@@ -254,7 +258,7 @@ that a child knows. Do not explain anything."""
 questions = ["What is the capital of France?", "Who wrote Hamlet?", "What do bees make?"]
 chats = [[{"role": "system", "content": system}, {"role": "user", "content": q}] for q in questions]
 
-with Trace(small) as trace:
+with watch(small, block_table) as trace:
     for answer in small.chat(chats, SamplingParams(temperature=0, max_tokens=16)):
         print(answer.outputs[0].text)
 
@@ -265,11 +269,10 @@ start, num_tokens = admitted.scheduled["2"]  # the first token to compute, and h
 observe(guess, shared_blocks=len(set(first["0"]) & set(first["1"])), computed_for_the_third=num_tokens)
 
 # %% [markdown]
-# Now look at it. This is the third step (they count from 0): two requests run, one waits.
+# Now look at single steps. Move the slider above, or ask for one. This is the third (they count from 0): two requests
+# run, one waits.
 
 # %%
-from tutorial_engine.viz import block_table
-
 block_table(trace, step=2)
 
 # %% [markdown]
@@ -282,6 +285,7 @@ block_table(trace, step=2)
 # - `#` marks a full block. It can be found again by its content; that is how request 1 came to blocks 1 and 2.
 # - Block 5 is request 0's last. It has room left, and nothing is reserved beyond it.
 # - Request 2 waits, and the picture says why.
+# - The free blocks stand in a queue. The line below the pool says which will be taken next, after this step.
 # - Block 0 belongs to nobody. It is the *null block*, where the engine puts what nobody needs. That leaves 23.
 #
 # Three steps later, request 1 has finished:
@@ -314,6 +318,14 @@ guess = predict(steps_with_two_seats=None)
 with Trace(small) as two_seats:
     small.generate(eight, ten_tokens, use_tqdm=False)
 observe(guess, steps_with_two_seats=len(two_seats))
+
+# %% [markdown]
+# The same trace as a time table, one row for each request:
+
+# %%
+from tutorial_engine.viz import batch_occupancy
+
+batch_occupancy(two_seats)
 
 # %% [markdown]
 # Four rounds of two, 10 steps each. Now change `max_num_seqs` to 4 where `small` is built, and run everything
@@ -447,10 +459,11 @@ with expect_error(VLLMValidationError):
 #
 # llm.chat([{"role": "user", "content": "A question?"}], params)
 #
-# with Trace(llm) as trace:                                 # record the steps
+# with watch(llm) as trace:                                 # see the steps; Trace(llm) only records them
 #     llm.generate(["prompt 0", "prompt 1"], params)
 # len(trace)                                                # how many there were
 # block_table(trace, step=0)                                # the memory in one of them
+# batch_occupancy(trace)                                    # who was in which of them
 # ```
 #
 # | quantity | formula |

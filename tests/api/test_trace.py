@@ -150,17 +150,81 @@ def test_save_and_load(tmp_path: Path) -> None:
         pass
 
 
+def test_a_compressed_file(tmp_path: Path) -> None:
+    trace, _ = record_crowd()
+    sizes = []
+    for name in ("a.json", "a.json.gz", "again.json.gz"):
+        trace.save(tmp_path / name)
+        sizes.append((tmp_path / name).stat().st_size)
+        assert Trace.load(tmp_path / name).records == trace.records
+    assert sizes[1] < sizes[0] / 3
+    assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "again.json.gz").read_bytes()
+
+
+def test_a_table_in_the_file_is_what_changed(tmp_path: Path) -> None:
+    trace, _ = record_crowd()
+    trace.save(tmp_path / "trace.json")
+    written = json.loads((tmp_path / "trace.json").read_text())["records"]
+    assert all(value not in ({}, []) for entry in written for value in entry.values())
+    for entry, before, record in zip(written[1:], trace.records, trace.records[1:], strict=False):
+        for request, (kept, *new) in entry.get("tables", {}).items():
+            assert before.tables.get(request, [])[:kept] + new == record.tables[request]
+            assert len(new) <= 4 or request not in before.tables
+
+
+GOOD = {"step": 0, "time": 0.5, "budget": 8, "budget_left": 4}
+
+
 @pytest.mark.parametrize("content", [
-    "no json", "[]", "5", "{}", json.dumps({"version": 0}), json.dumps({"version": 1}),
-    json.dumps({"version": 1, "num_blocks": 1, "block_size": 1, "records": [{"step": 0}]}),
-    json.dumps({"version": 1, "num_blocks": 1, "block_size": 1, "records": [5]})])
+    "no json", "[]", "5", "{}", '"text"', '{"version": 2}', "\x1f\x8b no gzip", "NaN",
+    *(json.dumps({"version": 2, "num_blocks": 9, "block_size": 4, "records": records}) for records in (
+        [{"step": 0}], [5], 7, [GOOD | {"colour": 1}], [GOOD | {"tables": [1]}], [GOOD | {"tables": {"0": 5}}],
+        [GOOD | {"step": "first"}], [GOOD | {"budget": None}])),
+    json.dumps({"version": 2, "num_blocks": "many", "block_size": 4, "records": []})])
 def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"other\.json is not a trace of version 1"):
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"other\.json is not a trace: Trace\.save\(\) did not write it"):
         Trace.load(path)
     with pytest.raises(FileNotFoundError):
         Trace.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("version", [0, 1, 3, "two"])
+def test_other_versions_are_refused(version: Any, tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text(json.dumps({"version": version, "something": "else"}))
+    with pytest.raises(ValueError, match=rf"old\.json is a trace of version {version}, and this package reads"):
+        Trace.load(tmp_path / "old.json")
+
+
+def test_who_came_when_and_with_how_much() -> None:
+    now = [100.0]
+    engine = scripted_engine(LETTERS, ABC, max_num_seqs=1, max_model_len=32)
+    with Trace(engine, clock=lambda: now[0]) as trace:
+        engine.add_request("first", "xyz", greedy(2), arrival_time=99.0)
+        engine.add_request("second", "x", greedy(1), arrival_time=100.5)
+        for _ in range(3):
+            now[0] += 1
+            engine.step()
+        engine.add_request("first", "xy", greedy(1), arrival_time=103.0)  # an id may come again
+        engine.step()
+    assert [r.arrived for r in trace] == [{"first": [-1.0, 3], "second": [0.5, 1]}, {}, {}, {"first": [3.0, 2]}]
+    assert [r.time for r in trace] == [1.0, 2.0, 3.0, 3.0]
+
+
+def test_a_large_pool_costs_no_more_than_a_small_one() -> None:
+    """Of the free queue a record says how it begins, of the cached blocks what changed."""
+    engine = scripted_engine(LETTERS, ABC, num_gpu_blocks=5001, max_model_len=32)
+    with Trace(engine) as trace:
+        for name in ("a", "b"):
+            run_steps(engine, name * 20, greedy(6, ignore_eos=True), name)
+    assert all(r.num_free > 4900 and len(r.free) == 64 for r in trace)
+    hashed: set[int] = set()
+    for r in trace:
+        assert not hashed & set(r.hashed) and set(r.unhashed) <= hashed
+        hashed = (hashed | set(r.hashed)) - set(r.unhashed)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    assert hashed == {b.block_id for b in pool.blocks if b.block_hash is not None} and len(hashed) == 12
 
 
 def test_public_ids() -> None:

@@ -5,42 +5,15 @@ import html
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.viz.support import TWO_STEPS, crowded_trace, record, trace_of, words
 from tools.draw_readme_picture import PICTURE, first_picture
-from tutorial_engine.trace import StepRecord, Trace
+from tutorial_engine.trace import Trace
 from tutorial_engine.viz import block_table
-from tutorial_engine.viz.block_table import COLUMNS, MAX_TABLES, PALETTE, PoolState
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def record(step: int = 0, **changes: Any) -> StepRecord:
-    """A step in which nothing happened, but for `changes`."""
-    empty: dict[str, Any] = {
-        "time": 0.0, "budget": 64, "budget_left": 64, "scheduled": {}, "cached": {}, "sampled": {}, "preempted": [],
-        "finished": {}, "running": [], "waiting": {}, "tables": {}, "lengths": {}, "free": [], "hashed": [],
-    }  # fmt: skip
-    return StepRecord(step=step, **{**empty, **changes})
-
-
-def trace_of(*records: StepRecord, num_blocks: int = 8, block_size: int = 4) -> Trace:
-    trace = Trace()
-    trace.num_blocks, trace.block_size, trace.records = num_blocks, block_size, list(records)
-    return trace
-
-
-TWO_STEPS = trace_of(
-    record(0, tables={"0": [1, 2], "1": [1, 3]}, lengths={"0": 7, "1": 5}, hashed=[1],
-           waiting={"2": "not enough free blocks", "3": ""}, running=["0", "1"]),
-    record(1, tables={"0": [1, 2], "2": [1, 4]}, lengths={"0": 8}, hashed=[1, 2, 3], running=["0"]),
-)  # fmt: skip
-
-
-def words(svg: str) -> list[str]:
-    return [element.text or "" for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+from tutorial_engine.viz.block_table import ALL_ROWS, COLUMNS, MAX_ROWS, MAX_TABLES, Layout
+from tutorial_engine.viz.pool_state import pool_state, pool_states
 
 
 def test_same_trace_same_bytes() -> None:
@@ -51,7 +24,7 @@ def test_same_trace_same_bytes() -> None:
 
 def test_a_saved_trace_draws_the_same(tmp_path: Path) -> None:
     TWO_STEPS.save(tmp_path / "trace.json")
-    assert block_table(Trace.load(tmp_path / "trace.json")).svg == block_table(TWO_STEPS).svg
+    assert block_table(Trace.load(tmp_path / "trace.json")).html == block_table(TWO_STEPS).html
 
 
 def test_text_says_everything() -> None:
@@ -61,6 +34,7 @@ def test_text_says_everything() -> None:
         "pool of 8 blocks, 4 tokens each (# can be found by its content)",
         "   0 null           1 req 0+1 #      2 req 0 3/4      3 req 1 1/4"
         "      4 free           5 free           6 free           7 free",
+        "free queue after it: 5 → 6 → 7 → 4",
         "",
         "request 0: 7 tokens in 2 blocks [1, 2]",
         "request 1: 5 tokens in 2 blocks [1, 3]",
@@ -80,20 +54,20 @@ def test_svg_says_the_same_as_the_text() -> None:
 
 
 def test_shared_block_has_a_band_for_each_holder() -> None:
-    half_a_cell = r'<rect x="([\d.]+)" y="62" width="26" height="52" fill="(#\w+)"/>'
-    bands = re.findall(half_a_cell, block_table(TWO_STEPS, 0).svg)
-    assert [color for _, color in bands] == list(PALETTE[:2])
-    assert float(bands[1][0]) - float(bands[0][0]) == 26
+    cell = re.search(r'<g transform="[^"]+" data-b="1">(.*?)</g>', block_table(TWO_STEPS, 0).svg)[1]
+    bands = re.findall(r'<path class="(p\d)" d="([^"]+)"/>', cell)
+    assert bands == [("p0", "M1 1h25v50h-25z"), ("p1", "M26 1h25v50h-25z")]
 
 
 def test_band_is_as_wide_as_the_block_is_full() -> None:
-    assert f'width="39" height="52" fill="{PALETTE[0]}"' in block_table(TWO_STEPS, 0).svg  # 3 tokens of 4, of 52 pixels
+    assert '<path class="p0" d="M1 1h37v50h-37z"/>' in block_table(TWO_STEPS, 0).svg  # 3 tokens of 4, of 50 pixels
 
 
 def test_free_blocks_that_can_be_found_are_dashed() -> None:
     picture = block_table(TWO_STEPS, 1)
     assert "   3 free #" in picture.text
-    assert picture.svg.count('stroke-dasharray="3 2"') == 2  # block 3 and the legend
+    assert picture.svg.count('class="c d"') == 2  # block 3 and the legend
+    assert "in line 4" in words(picture.svg)
 
 
 def test_lengths_come_from_the_last_step_that_says_them() -> None:
@@ -105,13 +79,13 @@ def test_lengths_come_from_the_last_step_that_says_them() -> None:
 
 
 def test_a_request_keeps_its_colour() -> None:
-    in_both = f'fill="{PALETTE[2]}"/>'  # request 2 is the third that the trace names
-    assert in_both not in block_table(TWO_STEPS, 0).svg and in_both in block_table(TWO_STEPS, 1).svg
-    assert PALETTE[0] in block_table(TWO_STEPS, 1).svg
+    third = '<path class="p2"'  # request 2 is the third that the trace names
+    assert third not in block_table(TWO_STEPS, 0).svg and third in block_table(TWO_STEPS, 1).svg
+    assert '<path class="p0"' in block_table(TWO_STEPS, 1).svg
 
 
 def test_empty_record() -> None:
-    picture = block_table(trace_of(record(3)))
+    picture = block_table(trace_of(record(3)), 0)
     assert picture.text.splitlines()[0] == "Step 3: 0 blocks in use (0 shared), 7 free"
     assert words(picture.svg).count("free") == 7
     assert "request" not in picture.text
@@ -127,21 +101,37 @@ def test_a_step_that_is_not_there(step: int) -> None:
 
 def test_a_large_pool_shows_the_rows_in_use() -> None:
     trace = trace_of(record(tables={"0": [1, 900]}, lengths={"0": 8}, hashed=[500]), num_blocks=1456)
-    lines = block_table(trace).text.splitlines()
+    lines = block_table(trace, 0).text.splitlines()
     assert lines[3].startswith("   0 null           1 req 0")
     assert lines[4] == "   ⋮ blocks 8 to 895: free (1 of them #)"
     assert lines[5].startswith(" 896 free") and " 900 req 0" in lines[5]
     assert lines[6] == "   ⋮ blocks 904 to 1,455: free"
-    assert "⋮  blocks 904 to 1,455: free" in words(block_table(trace).svg)
+    assert "⋮  blocks 904 to 1,455: free" in words(block_table(trace, 0).svg)
     assert len(block_table(trace).svg) < 10_000
 
 
 @pytest.mark.parametrize("num_blocks", [2, COLUMNS, COLUMNS + 1, 8 * COLUMNS, 8 * COLUMNS + 1, 1000])
 def test_every_block_is_accounted_for(num_blocks: int) -> None:
     used = [1, num_blocks - 1] if num_blocks > 2 else [1]
-    state = PoolState.of(trace_of(record(tables={"0": used}, lengths={"0": 4}), num_blocks=num_blocks), 0)
-    assert [block for blocks, _ in state.pool_rows() for block in blocks] == list(range(num_blocks))
-    assert all(any(b in blocks and drawn for blocks, drawn in state.pool_rows()) for b in [0, *used])
+    trace = trace_of(record(tables={"0": used}, lengths={"0": 4}), num_blocks=num_blocks)
+    rows = Layout.of([pool_state(trace, 0)]).rows
+    assert [block for first, last, _ in rows for block in range(first, last + 1)] == list(range(num_blocks))
+    assert all(any(first <= b <= last and drawn for first, last, drawn in rows) for b in [0, *used])
+
+
+def test_a_huge_batch_is_cut_and_says_so() -> None:
+    """More rows in use than anybody wants to see: the last ones are only counted."""
+    table = list(range(1, 1000))
+    trace = trace_of(record(tables={"0": table}, lengths={"0": 4 * 999}), num_blocks=1001)
+    picture = block_table(trace)
+    assert f"⋮ blocks {MAX_ROWS * COLUMNS} to 1,000: {999 - MAX_ROWS * COLUMNS + 1} in use" in picture.text
+    assert MAX_ROWS > ALL_ROWS and "976 more" in words(picture.svg) and len(picture.html) < 100_000
+
+
+def test_all_steps_of_a_player_have_the_same_rows() -> None:
+    trace = trace_of(record(0, tables={"0": [1]}, lengths={"0": 4}), record(1, tables={"1": [900]}, lengths={"1": 4}),
+                     num_blocks=1456)
+    assert [row for *row, drawn in Layout.of(list(pool_states(trace, [0, 1]))).rows if drawn] == [[0, 7], [896, 903]]
 
 
 def test_many_requests_are_counted_not_drawn() -> None:
@@ -174,6 +164,20 @@ def test_it_travels_as_an_image(tmp_path: Path) -> None:
     picture.save(tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").read_text(encoding="utf-8") == picture.svg + "\n"
     assert ElementTree.parse(tmp_path / "picture.svg").getroot().attrib["role"] == "img"
+
+
+def test_states_add_up_what_the_records_say() -> None:
+    """The slow twin: each step looked up from the first record on, and the pool's own accounting."""
+    trace = crowded_trace()
+    hashed: set[int] = set()
+    for step, state in enumerate(pool_states(trace, range(len(trace)))):
+        assert state == pool_state(trace, step) or state.requests != pool_state(trace, step).requests
+        hashed = (hashed | set(trace.records[step].hashed)) - set(trace.records[step].unhashed)
+        assert state.hashed == hashed
+        assert state.num_free == len(state.free)  # a small pool: the whole queue is recorded
+        assert state.tokens <= state.slots and set(state.filled) == set(state.owners)
+        for request, table in state.tables.items():
+            assert len(table) == -(-state.lengths[request] // state.block_size)
 
 
 def test_readme_shows_what_the_notebook_shows() -> None:

@@ -1,282 +1,303 @@
-"""The block table of one step: who holds which physical block, beside each request's logical -> physical table.
+"""The block table: who holds which physical block, beside each request's logical -> physical table.
 
     with Trace(llm) as trace:
         llm.generate(prompts, params)
-    block_table(trace, step=0)        as a cell's last line: a picture, or the same as text in a terminal
+    block_table(trace)              as a cell's last line: a player with all steps; text in a terminal
+    block_table(trace, step=3)      one of them as a picture
 
-The picture is SVG written by hand, so the same trace gives the same bytes on every machine, and the stored output of a
-notebook can be compared. It travels as an <img>: a notebook that is opened without being trusted shows images but no
-inline SVG. Whatever a colour says is also said by a number or a word.
+The player does not hold pictures. It holds what changes from step to step, and `block_table.js` draws from that what
+`_svg` draws here, character by character (a test compares the two).
 
-Owns: what one step of a trace says about each block, and drawing it. Does not own: recording (`trace.py`).
+Owns: what the state of the pool looks like. Does not own: the state (`pool_state.py`), moving (`player.py`).
 """
 
 from __future__ import annotations
 
-import base64
 import html
 import itertools
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tutorial_engine.trace import Trace
+from tutorial_engine.viz.axis import num_steps_up_to
+from tutorial_engine.viz.palette import NUM_COLORS
+from tutorial_engine.viz.picture import Picture, box, document, text
+from tutorial_engine.viz.player import Player, steps_to_show
+from tutorial_engine.viz.pool_state import PoolState, pool_state, pool_states
 
-# Okabe and Ito's colours for the colour-blind, those on which black text is readable, a little lighter.
-PALETTE = ("#74c3ec", "#f2b134", "#4fc3a1", "#dd9cbf", "#f3e868", "#ee9a5b")
 COLUMNS, TABLE_COLUMNS = 8, 6  # blocks in a row of the pool, and of a request's table
-MAX_POOL_ROWS, MAX_TABLES = 8, 8  # of a larger pool only rows in use are drawn; further requests are counted
-CELL, PITCH, MARGIN = 52, 56, 16  # pixels
+MAX_ROWS, MAX_TABLES = 16, 8  # of a larger pool only rows in use are drawn; further requests are counted
+MAX_CELLS = 4 * TABLE_COLUMNS  # of a longer table only the beginning and the end are drawn
+ALL_ROWS = 8  # a pool of so many rows is drawn in full
+IN_LINE = 10  # so many of the free queue's blocks are named below the pool
+CELL, PITCH, MARGIN, TOP = 52, 56, 16, 62  # pixels
 TABLES_X = MARGIN + COLUMNS * PITCH + 28
 WIDTH = TABLES_X + TABLE_COLUMNS * PITCH + MARGIN
-INK, GREY, PALE = "#1a1a1a", "#5f5f5f", "#c4c4c4"
 
 
-@dataclass(frozen=True)
-class PoolState:
-    """What a trace says about every block at one step.
-
-    Attributes:
-        tables: request -> its physical blocks. lengths: request -> tokens whose K and V they hold.
-        owners: physical block -> the requests whose tables name it. filled: physical block -> tokens in it.
-        hashed: blocks that can be found by their content. waiting: request -> reason.
-        colors: request -> colour, the same in every step of the trace.
-    """
-
-    step: int
-    num_blocks: int
-    block_size: int
-    tables: dict[str, list[int]]
-    lengths: dict[str, int]
-    owners: dict[int, list[str]]
-    filled: dict[int, int]
-    hashed: set[int]
-    waiting: dict[str, str]
-    colors: dict[str, str]
-
-    @classmethod
-    def of(cls, trace: Trace, step: int) -> PoolState:
-        """Look one step up. Raises ValueError if the trace has no such step."""
-        if not -len(trace) <= step < len(trace):
-            raise ValueError(f"There is no step {step} in this trace of {len(trace)} steps. Record some with `with "
-                             "Trace(llm) as trace: llm.generate(...)`; count from 0, or from the end with -1.")
-        past = trace.records[:step % len(trace) + 1]
-        record, size = past[-1], trace.block_size
-        # A step says how long the requests are that it computed; the others are as long as they last were.
-        known = {request: length for r in past for request, length in r.lengths.items()}
-        lengths = {request: known.get(request, len(table) * size) for request, table in record.tables.items()}
-        owners: dict[int, list[str]] = {}
-        filled: dict[int, int] = {}
-        for request, table in record.tables.items():
-            for i, block in enumerate(table):
-                owners.setdefault(block, []).append(request)
-                filled[block] = max(filled.get(block, 0), min(max(lengths[request] - i * size, 0), size))
-        seen = dict.fromkeys(request for r in trace for request in r.tables)
-        return cls(record.step, trace.num_blocks, size, record.tables, lengths, owners, filled, set(record.hashed),
-                   record.waiting, dict(zip(seen, itertools.cycle(PALETTE))))
-
-    @property
-    def title(self) -> str:
-        shared = sum(len(requests) > 1 for requests in self.owners.values())
-        free = self.num_blocks - 1 - len(self.owners)
-        return f"Step {self.step}: {len(self.owners)} blocks in use ({shared} shared), {free:,} free"
-
-    def pool_rows(self) -> list[tuple[range, bool]]:
-        """The blocks row by row, and whether to draw them: in a large pool, idle rows are joined and only named."""
-        rows = [range(i, min(i + COLUMNS, self.num_blocks)) for i in range(0, self.num_blocks, COLUMNS)]
-        if len(rows) <= MAX_POOL_ROWS:
-            return [(row, True) for row in rows]
-        result: list[tuple[range, bool]] = []
-        for drawn, group in itertools.groupby(rows, lambda row: 0 in row or any(b in self.owners for b in row)):
-            some = list(group)
-            result += [(row, True) for row in some] if drawn else [(range(some[0].start, some[-1].stop), False)]
-        return result
-
-    def idle_text(self, blocks: range) -> str:
-        findable = len(self.hashed.intersection(blocks))
-        return f"blocks {blocks[0]:,} to {blocks[-1]:,}: free" + (f" ({findable:,} of them #)" if findable else "")
-
-    def holder(self, block: int) -> str:
-        """Who holds a block, in at most eight letters."""
-        requests = self.owners.get(block, [])
-        if not requests:
-            return "free" if block else "null"
-        names = "+".join(requests)
-        return f"req {names}" if len(names) <= 4 else names if len(names) <= 8 else f"{len(requests)} req"
-
-    def fill(self, block: int) -> str:
-        """"5/16" for a block in use that has room left, else nothing."""
-        tokens = self.filled.get(block, self.block_size)
-        return f"{tokens}/{self.block_size}" if tokens < self.block_size else ""
-
-    def request_title(self, request: str) -> str:
-        blocks = len(self.tables[request])
-        return f"request {request}: {self.lengths[request]:,} tokens in {blocks} block{'s' * (blocks != 1)}"
-
-    def more(self) -> list[str]:
-        """Lines about requests that have no table in the picture."""
-        lines = [f"and {len(self.tables) - MAX_TABLES} more requests"] if len(self.tables) > MAX_TABLES else []
-        reasons = [f"request {request} waits: {reason}" for request, reason in self.waiting.items() if reason]
-        behind = len(self.waiting) - len(reasons)
-        return lines + reasons + ([f"and {behind} more wait"] if behind else [])
-
-
-class Picture:
-    """A drawing that shows itself in a notebook, and as text in a terminal.
-
-    Attributes:
-        svg: a complete SVG document. text: what it shows, in words.
-    """
-
-    def __init__(self, svg: str, text: str) -> None:
-        self.svg, self.text = svg, text
-
-    def save(self, path: str | Path) -> None:
-        """Write the SVG to a file."""
-        Path(path).write_text(self.svg + "\n", encoding="utf-8")
-
-    def __repr__(self) -> str:
-        return self.text
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        data = base64.b64encode(self.svg.encode()).decode()
-        alt = html.escape("; ".join(line.strip() for line in self.text.splitlines() if line.strip()))
-        return {"text/html": f'<img alt="{alt}" style="max-width: 100%" src="data:image/svg+xml;base64,{data}"/>',
-                "text/plain": self.text}
-
-
-def block_table(trace: Trace, step: int = -1) -> Picture:
-    """Draw the block pool and the block tables at one step.
+def block_table(trace: Trace, step: int | None = None) -> Picture:
+    """Draw the block pool and the block tables.
 
     Args:
         trace: a recorded run.
-        step: which of its steps; negative ones count from the end.
+        step: which of its steps; negative ones count from the end. None: all of them, as a player that begins with
+            the one in which most blocks are in use.
 
     Returns:
-        A `Picture`. Tables are as they were while the model ran in that step; "#" and "waits" are after it.
+        A `Picture`. Tables are as they were while the model ran in a step; "#", the free queue and "waits" are as they
+        were after it.
 
     Raises:
         ValueError: the trace has no such step.
     """
-    state = PoolState.of(trace, step)
-    return Picture(_svg(state), _text(state))
+    if step is not None:
+        state = pool_state(trace, step)
+        layout = Layout.of([state])
+        return Picture(layout.document(state), layout.text(state))
+    num_steps = num_steps_up_to(trace, None)
+    states = list(pool_states(trace, steps_to_show(trace)))
+    layout = Layout.of(states)
+    fullest = max(range(len(states)), key=lambda i: len(states[i].owners))
+    return Player(layout.document(states[fullest]), layout.text(states[fullest]), "block_table", len(states),
+                  f"Block table, {num_steps:,} steps, from the fullest", _payload(states, layout), fullest)
 
 
-# ---------------------------------------------------------------------- as text
+# ---------------------------------------------------------------------- words
 
 
-def _text(state: PoolState) -> str:
-    lines = [state.title, "", f"pool of {state.num_blocks:,} blocks, {state.block_size} tokens each "
-             "(# can be found by its content)"]
-    for blocks, drawn in state.pool_rows():
-        cells = (f"{b:>4} {state.holder(b)} {state.fill(b)}{'#' if b in state.hashed else ''}" for b in blocks)
-        lines.append("".join(cell.ljust(17) for cell in cells).rstrip() if drawn else f"   ⋮ {state.idle_text(blocks)}")
-    lines.append("")
+def holder(state: PoolState, block: int) -> str:
+    """Who holds a block, in at most eight letters."""
+    requests = state.owners.get(block, [])
+    if not requests:
+        return "free" if block else "null"
+    names = "+".join(requests)
+    return f"req {names}" if len(names) <= 4 else names if len(names) <= 8 else f"{len(requests)} req"
+
+
+def fill(state: PoolState, block: int) -> str:
+    """"5/16" for a block in use that has room left, "in line 3" for a free one, else nothing."""
+    if block not in state.owners:
+        return f"in line {state.free.index(block) + 1}" if block in state.free else ""
+    tokens = state.filled[block]
+    return f"{tokens}/{state.block_size}" if tokens < state.block_size else ""
+
+
+def request_title(state: PoolState, request: str) -> str:
+    blocks = len(state.tables[request])
+    return f"request {request}: {state.lengths[request]:,} tokens in {blocks:,} block{'s' * (blocks != 1)}"
+
+
+def cells_shown(length: int) -> list[int | None]:
+    """Which entries of a table are drawn; None stands for those in between."""
+    if length <= MAX_CELLS:
+        return list(range(length))
+    return [*range(MAX_CELLS - TABLE_COLUMNS - 1), None, *range(length - TABLE_COLUMNS, length)]
+
+
+def remarks(state: PoolState) -> list[str]:
+    """Lines about requests that have no table in the picture, each short enough to be drawn."""
+    lines = [f"and {len(state.tables) - MAX_TABLES} more requests"] if len(state.tables) > MAX_TABLES else []
+    reasons = [f"request {request} waits: {reason}" for request, reason in state.waiting.items() if reason]
+    behind = len(state.waiting) - len(reasons)
+    lines += reasons[:3] + ([f"and {behind + len(reasons[3:])} more wait"] if behind or reasons[3:] else [])
+    return [part for line in lines for part in textwrap.wrap(line, 52)]
+
+
+def queue_line(state: PoolState) -> str:
+    """How the free queue begins. Requests that finish in a step give their blocks back after it."""
+    named = " → ".join(map(str, state.free[:IN_LINE])) or "empty"
+    return f"free queue after it: {named}{' → …' if state.num_free > IN_LINE else ''}"
+
+
+# ---------------------------------------------------------------------- where things are
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rows of the pool are drawn, and how high the picture is; the same for all steps of a player.
+
+    Attributes:
+        rows: (first block, last block, drawn), top to bottom. Rows that are not drawn are joined and only named.
+    """
+
+    rows: list[tuple[int, int, bool]]
+    height: int
+
+    @classmethod
+    def of(cls, states: Sequence[PoolState]) -> Layout:
+        num_blocks = states[0].num_blocks
+        used = {0} | {block // COLUMNS for state in states for block in state.owners}
+        if num_blocks > ALL_ROWS * COLUMNS:
+            shown = set(sorted(used)[:MAX_ROWS])
+        else:
+            shown = set(range(ALL_ROWS))
+        rows: list[tuple[int, int, bool]] = []
+        for drawn, group in itertools.groupby(range(-(-num_blocks // COLUMNS)), shown.__contains__):
+            numbers = list(group)
+            for first, last in ((n, n) for n in numbers) if drawn else [(numbers[0], numbers[-1])]:
+                rows.append((first * COLUMNS, min((last + 1) * COLUMNS, num_blocks) - 1, drawn))
+        pool = TOP + sum(PITCH if drawn else 26 for _, _, drawn in rows) + 22
+        tables = max(TOP + _tables_height(state) for state in states)
+        return cls(rows, max(pool, tables) + 44)
+
+    def text(self, state: PoolState) -> str:
+        lines = [state.title, "", f"pool of {state.num_blocks:,} blocks, {state.block_size} tokens each "
+                 "(# can be found by its content)"]
+        for first, last, drawn in self.rows:
+            cells = (f"{b:>4} {holder(state, b)} {fill(state, b) if b in state.owners else ''}"
+                     f"{'#' if b in state.hashed else ''}" for b in range(first, last + 1))
+            lines.append("".join(cell.ljust(17) for cell in cells).rstrip() if drawn
+                         else f"   ⋮ {_idle_text(state, first, last)}")
+        lines += [queue_line(state), ""]
+        for request in list(state.tables)[:MAX_TABLES]:
+            lines.append(f"{request_title(state, request)} {state.tables[request]}")
+        return "\n".join([*lines, *remarks(state)]).rstrip()
+
+    def document(self, state: PoolState) -> str:
+        return document(WIDTH, self.height, state.title, _svg(state, self))
+
+
+def _tables_height(state: PoolState) -> int:
+    cells = [len(cells_shown(len(table))) for table in list(state.tables.values())[:MAX_TABLES]]
+    return sum(28 + 44 * -(-n // TABLE_COLUMNS) for n in cells) + 18 * len(remarks(state))
+
+
+def _idle_text(state: PoolState, first: int, last: int) -> str:
+    def count(blocks: Any) -> int:
+        return sum(first <= block <= last for block in blocks)
+
+    used, findable = count(state.owners), count(state.hashed)
+    return (f"blocks {first:,} to {last:,}: {f'{used:,} in use' if used else 'free'}"
+            + (f" ({findable:,} of them #)" if findable else ""))
+
+
+# ---------------------------------------------------------------------- as SVG; block_table.js does the same
+
+
+def _svg(state: PoolState, layout: Layout) -> str:
+    parts = [text(MARGIN, 26, state.title, "t"),
+             text(MARGIN, 50, f"the pool: {state.num_blocks:,} physical blocks of {state.block_size} tokens", "h"),
+             text(TABLES_X, 50, "block tables: logical block → physical block", "h")]
+    y = TOP
+    for first, last, drawn in layout.rows:
+        if drawn:
+            parts += [_pool_cell(state, first + i, MARGIN + i * PITCH, y) for i in range(last - first + 1)]
+        else:
+            parts.append(text(MARGIN, y + 14, f"⋮  {_idle_text(state, first, last)}", "h"))
+        y += PITCH if drawn else 26
+    parts.append(text(MARGIN, y + 14, queue_line(state), "h"))
+    y = TOP
     for request in list(state.tables)[:MAX_TABLES]:
-        lines.append(f"{state.request_title(request)} {state.tables[request]}")
-    return "\n".join([*lines, *state.more()]).rstrip()
-
-
-# ---------------------------------------------------------------------- as SVG
-
-
-def _svg(state: PoolState) -> str:
-    pool, pool_bottom = _pool(state)
-    tables, tables_bottom = _tables(state)
-    bottom = max(pool_bottom, tables_bottom) + 10
-    height = bottom + 34
-    title = html.escape(state.title)
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
-        f'role="img" aria-label="{title}" font-family="Helvetica, Arial, sans-serif" font-size="10" fill="{INK}" '
-        'text-anchor="middle">',
-        f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
-        _label(MARGIN, 26, state.title, 15, weight="bold", anchor="start"),
-        _label(MARGIN, 50, f"the pool: {state.num_blocks:,} physical blocks of {state.block_size} tokens", 12,
-               GREY, anchor="start"),
-        _label(TABLES_X, 50, "block tables: logical block → physical block", 12, GREY, anchor="start"),
-        *pool, *tables, *_legend(bottom), "</svg>"])
-
-
-def _legend(y: int) -> list[str]:
-    """SVG of the four things that need a word."""
-    parts, x = [], MARGIN
-    for kind, text in (("shared", "shared: in several tables"), ("part", "partly filled: tokens / size"),
-                       ("full", "# full, can be found by its content"), ("free", "# free, can still be found")):
-        parts.append(_box(x, y + 4, 14, 14, PALETTE[0] if kind in ("shared", "full") else "#ffffff", GREY,
-                          ' stroke-dasharray="3 2"' if kind == "free" else ""))
-        if kind in ("shared", "part"):
-            fill, start, width = (PALETTE[1], x + 7, 7) if kind == "shared" else (PALETTE[0], x, 5)
-            parts.append(f'<rect x="{start}" y="{y + 4}" width="{width}" height="14" fill="{fill}"/>')
-        parts.append(_label(x + 20, y + 15, text, 11, GREY, anchor="start"))
-        x += 44 + 6 * len(text)
-    return parts
-
-
-def _pool(state: PoolState) -> tuple[list[str], int]:
-    """SVG of the grid of physical blocks, and where it ends."""
-    parts, y = [], 62
-    for blocks, drawn in state.pool_rows():
-        if not drawn:
-            parts.append(_label(MARGIN, y + 14, f"⋮  {state.idle_text(blocks)}", 12, GREY, anchor="start"))
-            y += 26
-            continue
-        for column, block in enumerate(blocks):
-            x = MARGIN + column * PITCH
-            parts += _cell(state, block, x, y, CELL)
-            parts += [_label(x + CELL // 2, y + 19, str(block), 15, INK if block in state.owners else GREY,
-                             weight="bold" if block in state.owners else "normal"),
-                      _label(x + CELL // 2, y + 32, state.holder(block),
-                             color=INK if block in state.owners else GREY)]
-            if text := state.fill(block):
-                parts.append(_label(x + CELL // 2, y + 44, text))
-        y += PITCH
-    return parts, y
-
-
-def _tables(state: PoolState) -> tuple[list[str], int]:
-    """SVG of one table per request and of who waits, and where it ends."""
-    parts, y = [], 62
-    for request in list(state.tables)[:MAX_TABLES]:
-        parts += [f'<rect x="{TABLES_X}" y="{y + 1}" width="12" height="12" rx="2" fill="{state.colors[request]}"/>',
-                  _label(TABLES_X + 18, y + 12, state.request_title(request), 12, anchor="start")]
+        parts += [f'<rect class="p{_color(state, request)}" x="{TABLES_X}" y="{y + 1}" width="12" height="12" rx="2"/>',
+                  text(TABLES_X + 18, y + 12, request_title(state, request), "s")]
         y += 20
-        for i, block in enumerate(state.tables[request]):
-            x, top = TABLES_X + i % TABLE_COLUMNS * PITCH, y + i // TABLE_COLUMNS * 44
-            parts += [*_cell(state, block, x, top, 40),
-                      _label(x + 6, top + 12, f"{i} →", anchor="start"),
-                      _label(x + CELL // 2, top + 32, str(block), 15, weight="bold")]
-        y += -(-len(state.tables[request]) // TABLE_COLUMNS) * 44 + 8
-    for line in (part for text in state.more() for part in textwrap.wrap(text, 52)):
-        parts.append(_label(TABLES_X, y + 12, line, 12, GREY, anchor="start"))
+        table = state.tables[request]
+        cells = cells_shown(len(table))
+        for place, i in enumerate(cells):
+            left, top = TABLES_X + place % TABLE_COLUMNS * PITCH, y + place // TABLE_COLUMNS * 44
+            parts.append(text(left + 26, top + 24, f"{len(table) - MAX_CELLS + 1:,} more", "g") if i is None
+                         else _table_cell(state, i, table[i], left, top))
+        y += -(-len(cells) // TABLE_COLUMNS) * 44 + 8
+    for line in remarks(state):
+        parts.append(text(TABLES_X, y + 12, line, "h"))
         y += 18
-    return parts, y
+    return "".join(parts) + _legend(layout.height - 34)
 
 
-def _cell(state: PoolState, block: int, x: int, y: int, height: int) -> list[str]:
+def _pool_cell(state: PoolState, block: int, x: int, y: int) -> str:
+    used = block in state.owners
+    return (_open(state, block, x, y, CELL) + f'<text class="n {"b" if used else "g"}" x="26" y="19">{block}</text>'
+            + f'<text{"" if used else _GREY} x="26" y="32">{html.escape(holder(state, block), quote=False)}</text>'
+            + (f'<text{"" if used else _GREY} x="26" y="44">{words}</text>' if (words := fill(state, block)) else "")
+            + "</g>")
+
+
+def _table_cell(state: PoolState, i: int, block: int, x: int, y: int) -> str:
+    return (_open(state, block, x, y, 40) + f'<text x="16" y="12">{i} →</text>'
+            f'<text class="n b" x="26" y="32">{block}</text></g>')
+
+
+_GREY = ' class="g"'
+
+
+def _open(state: PoolState, block: int, x: int, y: int, height: int) -> str:
     """A block's box: one band of colour per holder, as wide as it is full; dashed if free and findable."""
-    requests = state.owners.get(block, [])[:4]
-    free, findable = not requests, block in state.hashed
-    parts = [_box(x, y, CELL, height, "#e9e9e9" if block == 0 else "#ffffff", PALE)]
-    band = CELL * state.filled.get(block, 0) / state.block_size / max(len(requests), 1)
+    requests, findable = state.owners.get(block, [])[:4], block in state.hashed
+    style = "c" if requests else "c d" if findable else "c z" if block == 0 else "c l"
+    parts = [f'<g transform="translate({x},{y})" data-b="{block}"><rect class="{style}" width="52" height="{height}" '
+             'rx="3"/>']
+    band = 50 * state.filled.get(block, 0) // state.block_size // max(len(requests), 1)
     for n, request in enumerate(requests):
-        parts.append(f'<rect x="{x + n * band:g}" y="{y}" width="{band:g}" height="{height}" '
-                     f'fill="{state.colors[request]}"/>')
-    if not free or findable:
-        parts.append(_box(x, y, CELL, height, "none", GREY, ' stroke-dasharray="3 2"' if free else ""))
-    return parts + ([_label(x + CELL - 7, y + 13, "#", 11, weight="bold")] if findable else [])
+        parts.append(f'<path class="p{_color(state, request)}" d="M{1 + n * band} 1h{band}v{height - 2}h-{band}z"/>')
+    return "".join(parts) + ('<text class="b" x="45" y="13">#</text>' if findable else "")
 
 
-def _box(x: int, y: int, width: int, height: int, fill: str, stroke: str, more: str = "") -> str:
-    return (f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" fill="{fill}" stroke="{stroke}" '
-            f'stroke-width="1.2"{more}/>')
+def _color(state: PoolState, request: str) -> int:
+    return state.requests.index(request) % NUM_COLORS
 
 
-def _label(x: int, y: int, text: str, size: int = 10, color: str = INK, weight: str = "normal", anchor: str = "middle"
-           ) -> str:
-    """A text; what is as in the root element is left out."""
-    given = {"font-size": (size, 10), "fill": (color, INK), "font-weight": (weight, "normal"),
-             "text-anchor": (anchor, "middle")}
-    more = "".join(f' {name}="{value}"' for name, (value, default) in given.items() if value != default)
-    return f'<text x="{x}" y="{y}"{more}>{html.escape(text)}</text>'
+def _legend(y: int) -> str:
+    """The four things that need a word."""
+    parts, x = [], MARGIN
+    for kind, words in (("shared", "shared: in several tables"), ("part", "partly filled: tokens / size"),
+                        ("full", "# full, can be found by its content"), ("free", "# free, can still be found")):
+        parts.append(box(x, y + 4, 14, 14, "c d" if kind == "free" else "c", radius=3))
+        for style, start, width in {"shared": [("p0", 1, 6), ("p1", 7, 6)], "part": [("p0", 1, 4)],
+                                    "full": [("p0", 1, 12)], "free": []}[kind]:
+            parts.append(box(x + start, y + 5, width, 12, style))
+        parts.append(text(x + 20, y + 15, words, "h"))
+        x += 44 + 6 * len(words)
+    return "".join(parts)
+
+
+# ---------------------------------------------------------------------- what the player replays
+
+
+def _payload(states: Sequence[PoolState], layout: Layout) -> dict[str, Any]:
+    """The states as differences, each from the one before.
+
+    frames: [step, tables, lengths, hashed, free, number of free blocks, remarks], where
+        tables is a list of [request, blocks in common with the old table, further blocks ...], [request, -1] if gone;
+        lengths is a flat list request, tokens, request, tokens ... of what changed;
+        hashed is a list of blocks that changed sides;
+        free is [] if it is the same, else [gone from the old list, come before it, come after it];
+        remarks is 0 if they are the same, else a list of indices into `lines`.
+    """
+    number = {request: i for i, request in enumerate(states[-1].requests)}
+    lines: dict[str, int] = {}
+    frames: list[list[Any]] = []
+    tables: dict[str, list[int]] = {}
+    lengths: dict[str, int] = {}
+    hashed: frozenset[int] = frozenset()
+    free: list[int] = []
+    said: list[int] = []
+    for state in states:
+        changes: list[list[int]] = [[number[r], -1] for r in tables if r not in state.tables]
+        for request, table in state.tables.items():
+            old = tables.get(request, [])
+            kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, table)))
+            if request not in tables or kept < max(len(old), len(table)):
+                changes.append([number[request], kept, *table[kept:]])
+        grown = [x for r, n in state.lengths.items() if lengths.get(r) != n for x in (number[r], n)]
+        say = [lines.setdefault(line, len(lines)) for line in remarks(state)]
+        frames.append([state.step, changes, grown, sorted(hashed ^ state.hashed), _moves(free, state.free),
+                       state.num_free, 0 if say == said else say])
+        tables, lengths, hashed, free, said = state.tables, lengths | state.lengths, state.hashed, state.free, say
+    return {"n": states[0].num_blocks, "s": states[0].block_size, "r": list(number), "rows": layout.rows,
+            "w": WIDTH, "h": layout.height, "foot": _legend(layout.height - 34), "lines": list(lines),
+            "frames": frames}
+
+
+def _moves(old: list[int], new: list[int]) -> list[list[int]]:
+    """[gone, come at the front, come at the back] that make `new` of `old`."""
+    if old == new:
+        return []
+    kept = [block for block in old if block in new]
+    if not kept:
+        return [old, new, []]
+    first = new.index(kept[0])
+    if new[first:first + len(kept)] != kept:  # some block left the queue and came back in one step
+        return [old, new, []]
+    return [[block for block in old if block not in new], new[:first], new[first + len(kept):]]

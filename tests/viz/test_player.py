@@ -1,0 +1,143 @@
+"""The player as a file: small, the same every time, nothing in it that could break out. What it does in a browser is
+tested in `tests/browser`."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.viz.support import TWO_STEPS, busy_trace, record, trace_of
+from tutorial_engine.trace import Trace
+from tutorial_engine.viz import batch_occupancy, block_table, memory_map, timeline
+from tutorial_engine.viz.palette import DARK, LIGHT, NAMES, NUM_COLORS
+from tutorial_engine.viz.player import MAX_FRAMES, steps_to_show
+
+VIEWS = [block_table, batch_occupancy, memory_map, timeline]
+
+
+def payload(page: str) -> dict:
+    return json.loads(re.search(r"\}\)\((\{.*\})\)</script>", page, re.DOTALL)[1])
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_two_hundred_steps_are_less_than_100_kb(view, tmp_path: Path) -> None:
+    trace = busy_trace(200, 65)
+    assert len(trace) == 200 and all(len(r.scheduled) >= 1 for r in trace)
+    assert max(len(r.scheduled) for r in trace) == 8
+    page = view(trace).html
+    assert len(page.encode()) < 100_000
+    trace.save(tmp_path / "trace.json")
+    assert view(Trace.load(tmp_path / "trace.json")).html == page  # byte for byte
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_another_trace_has_another_name(view) -> None:
+    def ident(trace: Trace) -> str:
+        return re.match(r'<div data-te="([0-9a-f]{10})" tabindex="0" ', view(trace).html)[1]
+
+    assert ident(busy_trace(40)) == ident(busy_trace(40)) != ident(busy_trace(41))
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_one_piece_of_html_with_an_image_and_a_text(view) -> None:
+    player = view(busy_trace(40))
+    bundle = player._repr_mimebundle_()
+    assert set(bundle) == {"text/html", "text/plain"} and bundle["text/plain"] == repr(player)
+    assert "40 steps" in bundle["text/plain"].splitlines()[0]
+    page = bundle["text/html"]
+    assert [page.count(tag) for tag in ("<img ", "<script>", "</script>", "<style>", "</style>")] == [1] * 5
+    assert page.index("<img ") < page.index("<style>") < page.index("<script>") and 'aria-label="' in page
+    assert not re.search(r'(?:src|href)="(?!data:)', page) and "import(" not in page  # nothing comes from elsewhere
+    assert payload(page)["num"] == 40
+
+
+def test_ids_cannot_break_out() -> None:
+    name = "</script><b>\u2028'\"&"
+    trace = trace_of(record(tables={name: [1]}, lengths={name: 4}, scheduled={name: [0, 4]}, waiting={name: name}))
+    for view in VIEWS:
+        page = view(trace).html
+        assert page.count("</script>") == 1 and "<b>" not in page and "\u2028" not in page
+    assert payload(block_table(trace).html)["r"] == [name]
+
+
+def test_long_traces_are_thinned_out() -> None:
+    assert steps_to_show(trace_of(*[record(i) for i in range(MAX_FRAMES)])) == list(range(MAX_FRAMES))
+    steps = steps_to_show(trace_of(*[record(i) for i in range(2 * MAX_FRAMES + 2)]))
+    assert steps[:3] == [0, 3, 6] and steps[-1] == 2 * MAX_FRAMES + 1 and len(steps) <= MAX_FRAMES
+    trace = trace_of(*[record(i, tables={"0": [1 + i % 7]}, lengths={"0": 4}) for i in range(1000)])
+    page = payload(block_table(trace).html)
+    assert page["num"] == len(page["frames"]) <= MAX_FRAMES and page["frames"][-1][0] == 999
+
+
+def test_the_block_table_begins_where_most_is_to_be_seen() -> None:
+    player = block_table(trace_of(*TWO_STEPS.records, record(2, tables={"2": [1]}, lengths={"2": 3})))
+    assert player._payload["at"] == 0 and "Step 0: 3 blocks in use" in player.text and "Step 0: 3 blocks" in player.svg
+    assert block_table(trace_of(record(0), *TWO_STEPS.records))._payload["at"] == 1
+    assert batch_occupancy(TWO_STEPS)._payload["at"] == 1  # the whole picture is there from the beginning
+
+
+def test_saved_as_a_page_or_as_an_image(tmp_path: Path) -> None:
+    player = block_table(TWO_STEPS)
+    player.save(tmp_path / "run.html")
+    player.save(tmp_path / "run.svg")
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>") and player.html in page
+    assert (tmp_path / "run.svg").read_text(encoding="utf-8") == player.svg + "\n"
+
+
+# Colours
+
+
+def linear(color: str) -> list[float]:
+    values = [int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
+
+
+def luminance(color: str) -> float:
+    return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear(color)))
+
+
+def contrast(a: str, b: str) -> float:
+    """WCAG 2.1's contrast ratio."""
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_text_can_be_read_on_every_ground(theme: tuple[str, ...]) -> None:
+    colors = dict(zip(NAMES, theme, strict=True))
+    for ground in ["p", "f", *map(str, range(NUM_COLORS))]:
+        assert contrast(colors["i"], colors[ground]) >= 4.5, ground
+    assert contrast(colors["g"], colors["p"]) >= 4.5
+
+
+# Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency" (2009),
+# severity 1.0, for linear RGB.
+DEFICIENCIES = {
+    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+
+
+def lab(rgb: list[float]) -> list[float]:
+    """CIE L*a*b* of linear RGB, white D65."""
+    matrix = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+    xyz = [sum(m * v for m, v in zip(row, rgb)) / white for row, white in zip(matrix, (0.9505, 1.0, 1.089))]
+    f = [v ** (1 / 3) if v > 216 / 24389 else (24389 / 27 * v + 16) / 116 for v in xyz]
+    return [116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])]
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+@pytest.mark.parametrize("deficiency", DEFICIENCIES)
+def test_the_colour_blind_can_tell_the_colours_apart(theme: tuple[str, ...], deficiency: str) -> None:
+    """The distance (CIE 1976) of any two colours; about 2.3 is just noticeable."""
+    seen = {}
+    for name, color in zip(NAMES, theme):
+        if name.isdigit():
+            rgb = [min(max(sum(m * v for m, v in zip(row, linear(color))), 0), 1) for row in DEFICIENCIES[deficiency]]
+            seen[name] = lab(rgb)
+    close = {(a, b): d for a in seen for b in seen if a < b
+             and (d := sum((x - y) ** 2 for x, y in zip(seen[a], seen[b])) ** 0.5) < 9}
+    assert not close

@@ -1,0 +1,82 @@
+"""`Player`: a picture that moves. One self-contained piece of HTML; no kernel, no network, no extension of Jupyter.
+
+    <div data-te="5f3a...">              named by a hash of its content: the same trace gives the same bytes
+      <img src="data:...">               one step: all that an untrusted clone, GitHub or an e-mail shows
+      <style> <script>                   replaces the image by a slider, buttons and a drawing made from data
+
+The script knows one kind of view: {svg(i), say(i), tip(target, i, root)}: the drawing, the sentence and what hovering
+says, for frame i. `block_table.js` makes one that redraws everything, `strip.js` one that moves a line over a drawing.
+
+Owns: what is around the picture. Does not own: the views.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+from pathlib import Path
+from typing import Any
+
+from tutorial_engine.trace import Trace
+from tutorial_engine.viz.palette import PAGE_CSS
+from tutorial_engine.viz.picture import HATCH, Picture
+
+MAX_FRAMES = 400  # of a longer trace, every second, third ... step is shown
+HINT = "hover for details; keys: ← → step, Home End, Space play"
+
+
+class Player(Picture):
+    """All steps of a trace; as an image, one of them.
+
+    Args:
+        svg, text: of that one.
+        view: the name of the JavaScript file that draws.
+        num_frames: how many there are. start: the one that the image shows, and the player at first.
+        label: what a screen reader says, also in front of `text`.
+        payload: what the view needs, as JSON. Width "w" and height "h" of the drawing are among it.
+    """
+
+    def __init__(self, svg: str, text: str, view: str, num_frames: int, label: str, payload: dict[str, Any],
+                 start: int | None = None) -> None:
+        super().__init__(svg, f"{label}\n{text}")
+        self._view, self._label = view, label
+        self._payload = payload | {"num": num_frames, "at": num_frames - 1 if start is None else start,
+                                   "ms": max(66, min(400, 15_000 // num_frames)), "hatch": HATCH, "hint": HINT}
+
+    @property
+    def html(self) -> str:
+        """The piece of HTML."""
+        script = _script(self._view)
+        content = json.dumps(self._payload, separators=(",", ":"), ensure_ascii=False)
+        ident = hashlib.sha256(f"{script}{content}{self.svg}".encode()).hexdigest()[:10]
+        content = f'{{"id":"{ident}",{content[1:]}'.replace("<", "\\u003c").replace("\u2028", "\\u2028")
+        # Lumino, which JupyterLab is made of, would take the arrow keys for itself.
+        return (f'<div data-te="{ident}" tabindex="0" role="group" aria-label="{html.escape(self._label)}" '
+                f'data-lm-suppress-shortcuts="true">{self.image()}<style>{PAGE_CSS}'
+                '.te .on>rect{stroke:var(--i);stroke-width:3}[data-te]:focus-visible{outline:2px solid #1f6fa3}</style>'
+                f'<script>(P=>{{{script}}})({content})</script></div>')
+
+    def save(self, path: str | Path) -> None:
+        """Write the player as a page if the name ends in ".html", else the image as SVG."""
+        if not str(path).endswith(".html"):
+            return super().save(path)
+        Path(path).write_text('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" '
+                              f'content="light dark"><title>{html.escape(self._label)}</title></head><body>{self.html}'
+                              "</body></html>\n", encoding="utf-8")
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": self.html, "text/plain": self.text}
+
+
+def _script(view: str) -> str:
+    """The two files as one, without the comments and the indentation."""
+    lines = [line.strip() for name in (view, "player")
+             for line in (Path(__file__).parent / f"{name}.js").read_text(encoding="utf-8").splitlines()]
+    return "\n".join(line for line in lines if line and not line.startswith("//"))
+
+
+def steps_to_show(trace: Trace) -> list[int]:
+    """All steps, or evenly spaced ones of a long trace; the last one always."""
+    stride = -(-len(trace) // MAX_FRAMES)
+    return sorted({*range(0, len(trace), stride), len(trace) - 1})
