@@ -1,4 +1,4 @@
-"""The command line: ``tutorial-engine serve MODEL --max-model-len 2048 ...``.
+"""The command line: ``tutorial-engine serve MODEL --max-model-len 2048 ...``, ``tutorial-engine bench serve ...``.
 
 Every field of `AsyncEngineArgs` and `ServerOptions` is a flag, under its name with dashes, which is vLLM's name. So
 there is no list of flags here: what a field is called, its type and its text come from the dataclass.
@@ -180,3 +180,17 @@ def _bind(host: str, port: int) -> socket.socket:
         raise VLLMValidationError(f"Cannot listen at {host}, port {port}: {error.strerror}.", parameter="port",
                                   value=port) from error
     return sock
+
+
+# tutorial-engine bench
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from tutorial_engine.bench.cli import add_arguments
+
+    add_arguments(parser)
+
+
+@command("bench", "Measure a server, or the engine: serve, throughput, latency.", _bench_arguments)
+def bench(args: argparse.Namespace) -> None:
+    args.run(args)
