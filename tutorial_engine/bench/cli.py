@@ -141,7 +141,7 @@ async def _serve(args: argparse.Namespace) -> list[dict[str, Any]]:
             jobs = _jobs(args, token_ids, args.seed + i)  # other prompts each time: the server's cache knows the last
             print(f"Traffic request rate: {rate:g}, burstiness: {args.burstiness:g}, {len(jobs)} requests to "
                   f"{client.base_url}", flush=True)
-            results, duration = await run(client, jobs, at, body, args.max_concurrency, not args.disable_tqdm)
+            results, duration = await run(client, jobs, at.tolist(), body, args.max_concurrency, not args.disable_tqdm)
             summaries.append(_report(args, model, rate, results, duration))
     return summaries
 
