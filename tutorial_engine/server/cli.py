@@ -161,6 +161,8 @@ def serve(args: argparse.Namespace) -> None:
     options, engine_args = made(ServerOptions, args), made(AsyncEngineArgs, args)
     logging.basicConfig(format="%(levelname)s %(asctime)s %(message)s", datefmt="%m-%d %H:%M:%S")
     logging.getLogger("tutorial_engine").setLevel(logging.INFO)
+    # A page that is open asks twice a second.
+    logging.getLogger("uvicorn.access").addFilter(lambda record: "/dashboard/state" not in record.getMessage())
     with _bind(args.host, args.port) as sock:  # a port that is taken is noticed before the model is loaded
         app = build_app(AsyncLLM.from_engine_args(engine_args), options)
         config = uvicorn.Config(app, log_level=args.uvicorn_log_level, access_log=not args.disable_uvicorn_access_log,
