@@ -342,7 +342,7 @@ def errors(letters: Live) -> None:
     assert refused(letters.http.get("/nowhere"), status=404)["type"] == "NotFoundError"
 
     def fail(plan: Any) -> None:
-        raise RuntimeError("/home/me/secret")
+        raise RuntimeError("a secret")
 
     with serve_letters("a", before=fail) as live:
         error = refused(live.complete(), status=500)

@@ -132,7 +132,7 @@ def failing_at(num_tokens: int, error: BaseException) -> Any:
 
 def test_w8_an_error_after_the_stream_began() -> None:
     """Status 200 was sent; the error is an event, and the stream ends as all do. What failed is not told."""
-    with serve_letters("a", before=failing_at(3, RuntimeError("out of /secret/memory"))) as live:
+    with serve_letters("a", before=failing_at(3, RuntimeError("out of secret memory"))) as live:
         response = live.complete("p", stream=True)
         assert response.status_code == 200
         chunks = events(response.text)
@@ -145,7 +145,7 @@ def test_w8_an_error_after_the_stream_began() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_before_the_stream_began(stream: bool) -> None:
     """W7: there is still a status to tell it with."""
-    with serve_letters("a", before=failing_at(1, RuntimeError("out of /secret/memory"))) as live:
+    with serve_letters("a", before=failing_at(1, RuntimeError("out of secret memory"))) as live:
         response = live.complete("p", stream=stream)
         assert response.status_code == 500 and response.json()["error"]["type"] == "InternalServerError"
         assert "secret" not in response.text
