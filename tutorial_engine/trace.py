@@ -159,12 +159,15 @@ class Trace:
             first = records[0]
             present = {*first.scheduled, *first.running, *first.waiting, *first.tables, *first.finished}
             hashed: set[int] = set()
-            merged: dict[str, dict[str, Any]] = {"lengths": {}, "arrived": {}}
+            lengths: dict[str, int] = {}
+            arrived: dict[str, list[float]] = {}
             for record in [*dropped, first]:
                 hashed = (hashed | set(record.hashed)) - set(record.unhashed)
-                for name, known in merged.items():
-                    known |= {i: value for i, value in getattr(record, name).items() if i in present}
-            records[0] = dataclasses.replace(first, hashed=sorted(hashed), unhashed=[], **merged)
+                lengths |= record.lengths
+                arrived |= record.arrived
+            records[0] = dataclasses.replace(
+                first, hashed=sorted(hashed), unhashed=[], lengths={i: n for i, n in lengths.items() if i in present},
+                arrived={i: when for i, when in arrived.items() if i in present})
             unfinished = {*records[-1].running, *records[-1].waiting}
             self._seen = {i for i in self._seen if public_id(i) in unfinished}
         self.records = records
