@@ -132,7 +132,7 @@ FAULTS = (
           ("tests/server/test_dashboard.py::test_records_only_while_somebody_asks",)),
     Fault("a trace that forgets keeps blocks that were overwritten", "trace.py",
           "hashed = (hashed | set(record.hashed)) - set(record.unhashed)", "hashed |= set(record.hashed)",
-          ("tests/server/test_dashboard.py::test_forgetting_changes_nothing_that_is_shown",)),
+          ("tests/server/test_dashboard.py::test_forgetting_keeps_no_block_that_was_overwritten",)),
     Fault("bursts change the request rate", "bench/workload.py",
           "1 / (request_rate * burstiness)", "1 / request_rate",
           ("tests/server/test_bench.py::test_gaps_follow_their_distribution",)),

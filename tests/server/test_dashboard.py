@@ -139,6 +139,14 @@ def test_forgetting_changes_nothing_that_is_shown(keep: int) -> None:
     assert json.dumps([dataclasses.asdict(r) for r in records]) == before
 
 
+def test_forgetting_keeps_no_block_that_was_overwritten() -> None:
+    trace = trace_of(record(0, hashed=[1, 2, 3]), record(1, unhashed=[1]), record(2, unhashed=[2], hashed=[1]), record(3))
+    trace.forget(2)
+    assert (trace.records[0].hashed, trace.records[0].unhashed) == ([1, 3], [])
+    trace.forget(1)
+    assert trace.records[0].hashed == [1, 3] and pool_state(trace, 0).hashed == {1, 3}
+
+
 def test_who_may_look() -> None:
     """As at /metrics: without a key. It gives away neither prompts nor ids that requests could be ended by."""
     with serve_letters("hello", options={"api_key": ["sesame"]}) as live:
