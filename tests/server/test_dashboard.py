@@ -140,7 +140,8 @@ def test_forgetting_changes_nothing_that_is_shown(keep: int) -> None:
 
 
 def test_forgetting_keeps_no_block_that_was_overwritten() -> None:
-    trace = trace_of(record(0, hashed=[1, 2, 3]), record(1, unhashed=[1]), record(2, unhashed=[2], hashed=[1]), record(3))
+    trace = trace_of(record(0, hashed=[1, 2, 3]), record(1, unhashed=[1]), record(2, unhashed=[2], hashed=[1]),
+                     record(3))
     trace.forget(2)
     assert (trace.records[0].hashed, trace.records[0].unhashed) == ([1, 3], [])
     trace.forget(1)
