@@ -36,6 +36,7 @@ class Fault(NamedTuple):
 BLOCKS = "tests/core/test_block_manager.py"
 SCHEDULER = "tests/core/test_scheduler.py"
 ENGINE = "tests/core/test_engine.py"
+AHEAD = "tests/core/test_async_scheduling.py"
 ATTENTION = "tests/core/test_attention.py"
 SAMPLER = "tests/api/test_sampler.py"
 TEXT = "tests/api/test_detokenizer.py"
@@ -67,8 +68,8 @@ FAULTS = (
           "preempted=request.num_preemptions > 0", "preempted=False", (SCHEDULER,)),
     # Scheduling
     Fault("blocks are registered before the victim is chosen", "scheduler.py",
-          "new_blocks, is_first=False)",
-          "new_blocks, is_first=False)\n"
+          "is_first=False, samples=num_new == num_wanted)",
+          "is_first=False, samples=num_new == num_wanted)\n"
           "                self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens + num_new)",
           (SCHEDULER,)),
     Fault("the token budget is ignored", "scheduler.py", "out.budget_left -= num_tokens", "pass", (SCHEDULER,)),
@@ -79,10 +80,23 @@ FAULTS = (
     Fault("the budget of a victim is lost", "scheduler.py",
           "out.budget_left += withdrawn.num_tokens", "pass", (SCHEDULER,)),
     Fault("the blocks of a failed step stay findable", "scheduler.py",
-          "self.kv_cache_manager.rollback_step()", "self.kv_cache_manager.commit_step()", (ENGINE,)),
+          "self.kv_cache_manager.uncache(out.newly_cached)", "pass", (ENGINE,)),
     Fault("one token more than the context holds", "request.py",
-          "self.num_tokens >= max_model_len", "self.num_tokens > max_model_len", (ENGINE,)),
+          "return (num_tokens >= max_model_len", "return (num_tokens > max_model_len", (ENGINE,)),
     Fault("ignore_eos does not ignore", "request.py", " and not params.ignore_eos", "", (SCHEDULER,)),
+    # Two steps in flight
+    Fault("a token in flight is not counted on", "scheduler.py",
+          "s.request.num_output_placeholders += s.samples", "pass", (AHEAD,)),
+    Fault("a request is computed beyond its last token", "scheduler.py",
+          "if in_flight and request.is_full(self.config.max_model_len, in_flight):", "if False:", (AHEAD,)),
+    Fault("the token of a request that has stopped is kept", "scheduler.py",
+          "if request.status.is_finished:  # while the step was in flight", "if False:", (AHEAD,)),
+    Fault("a step is planned ahead of one that somebody watches", "llm_engine.py",
+          "                and not self.listeners)", ")", (AHEAD,)),
+    Fault("a step that began with the tokens of a failed one goes on", "llm_engine.py",
+          "failed = [s.plan for s in self._in_flight]", "failed = [step.plan]", (AHEAD,)),
+    Fault("the newest token is taken from another row", "input_batch.py",
+          "ids.append(LAST_TOKEN)", "ids.append(0)", (AHEAD,)),
     # Attention
     Fault("a query sees the token after it", "attention.py",
           "> position[:, :, None]", "> position[:, :, None] + 1", (ATTENTION,)),
@@ -97,10 +111,10 @@ FAULTS = (
           "(counts > 0) | (_count_tokens([r.prompt_token_ids", "(counts > 0) | (_count_tokens([r.output_token_ids",
           (f"{SAMPLER}::test_prompt_counts_for_repetition_only",)),
     Fault("noise is seeded by row, not by request", "sampler.py",
-          "noise_key(requests[i].seed, requests[i].num_tokens)", "noise_key(i, requests[i].num_tokens)",
+          "noise_key(requests[i].seed, num_tokens[i])", "noise_key(i, num_tokens[i])",
           (f"{SAMPLER}::test_a_draw_depends_on_nothing_but_seed_position_and_logits",)),
     Fault("each position draws with the same noise", "sampler.py",
-          "noise_key(requests[i].seed, requests[i].num_tokens)", "noise_key(requests[i].seed, 0)",
+          "noise_key(requests[i].seed, num_tokens[i])", "noise_key(requests[i].seed, 0)",
           (f"{SAMPLER}::test_draws_follow_the_distribution",)),
     Fault("min_tokens lets a stop token through one token early", "sampler.py",
           "request.num_output_tokens < p.min_tokens", "request.num_output_tokens + 1 < p.min_tokens",

@@ -105,10 +105,10 @@ class FreeKVCacheBlockQueue:
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         """The free blocks, the next one to be reused first."""
-        block = self._head.next_free
-        while block is not self._tail:
-            yield block
-            block = block.next_free
+        at = self._head.next_free
+        while at is not self._tail:
+            yield at
+            at = at.next_free
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """All free blocks, the next one to be reused first."""

@@ -89,7 +89,6 @@ def graph_bytes(config: EngineConfig, model: Decoder, input_batch: InputBatch, t
 
 def empty_device_cache() -> None:
     """Give memory that torch holds in reserve back to the GPU."""
-    torch.cuda.synchronize()  # a step may still be running, and graphs must not go while they are replayed
     torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream that a graph was recorded on
     torch.cuda.empty_cache()
 

@@ -108,11 +108,9 @@ def input_token_ids(steps: Sequence[ScheduledRequest]) -> list[int]:
     """Flat input ids of a step; LAST_TOKEN where a step that is still in flight has sampled the token."""
     ids: list[int] = []
     for s in steps:
-        known, end = s.request.all_token_ids, s.start + s.num_tokens
-        if s.num_tokens == 1:
-            ids.append(known[s.start] if end <= len(known) else LAST_TOKEN)
+        known = s.request.all_token_ids
+        if s.start == len(known):
+            ids.append(LAST_TOKEN)
         else:
-            ids += known[s.start:end]
-            if end > len(known):
-                ids.append(LAST_TOKEN)
+            ids += known[s.start:s.start + s.num_tokens]
     return ids

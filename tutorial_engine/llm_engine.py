@@ -20,7 +20,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -294,7 +294,8 @@ class LLMEngine:
                 listener(self.scheduler, step.plan, step.tables, kept)
             except Exception:
                 logger.exception("A listener failed; it will not be called again.")
-                self.listeners.remove(listener)
+                with suppress(ValueError):  # another thread was quicker
+                    self.listeners.remove(listener)
 
     def _block_tables(self) -> dict[str, list[int]]:
         manager = self.scheduler.kv_cache_manager

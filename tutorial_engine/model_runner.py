@@ -259,6 +259,7 @@ class ModelRunner:
 
     def release_kv_cache(self) -> None:
         """Give the cache's memory back; what it held is lost."""
+        self._wait_for_device()
         self.kv_cache = self.graphs = None
         self._empty_device_cache()
 
@@ -270,6 +271,7 @@ class ModelRunner:
 
     def release_weights(self, keep_copy: bool) -> None:
         """Give the weights' memory back: move them to the CPU's memory, or drop them."""
+        self._wait_for_device()
         self.graphs = None  # they remember where the weights were
         if keep_copy and self.model is not None:
             self.model.move_to(torch.device("cpu"))
@@ -306,8 +308,14 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of weights and cache, and give a GPU's memory back."""
+        self._wait_for_device()
         self.model = self.kv_cache = self.graphs = None
         self._empty_device_cache()
+
+    def _wait_for_device(self) -> None:
+        """Until nothing is in flight: a step may still use what is about to go."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _empty_device_cache(self) -> None:
         if self.device.type == "cuda":

@@ -84,6 +84,12 @@ def test_a_request_keeps_its_colour() -> None:
     assert '<path class="p0"' in block_table(TWO_STEPS, 1).svg
 
 
+def test_the_queue_is_named_only_if_it_was_recorded() -> None:
+    assert "free queue" not in block_table(trace_of(record(tables={"0": [1]}, lengths={"0": 4})), 0).text
+    full = trace_of(record(tables={"0": [1, 2]}, lengths={"0": 8}), num_blocks=3)
+    assert "free queue after it: empty" in block_table(full, 0).text
+
+
 def test_empty_record() -> None:
     picture = block_table(trace_of(record(3)), 0)
     assert picture.text.splitlines()[0] == "Step 3: 0 blocks in use (0 shared), 7 free"
@@ -182,3 +188,9 @@ def test_states_add_up_what_the_records_say() -> None:
 
 def test_readme_shows_what_the_notebook_shows() -> None:
     assert PICTURE.read_text(encoding="utf-8") == first_picture(), "run python tools/draw_readme_picture.py"
+
+
+def test_pictures_of_the_readme_are_small() -> None:
+    readme = (PICTURE.parent.parent.parent / "README.md").read_text(encoding="utf-8")
+    for path in PICTURE.parent.iterdir():
+        assert f"(docs/images/{path.name})" in readme and path.stat().st_size < 150_000

@@ -141,7 +141,6 @@ def draw(num_blocks: int, block_size: int, tables: Mapping[str, Sequence[int]], 
     trace = Trace()
     trace.num_blocks, trace.block_size = num_blocks, block_size
     trace.records = [StepRecord(
-        step=0, time=0.0, budget=0, budget_left=0, scheduled={}, cached={}, sampled={}, preempted=[], finished={},
-        running=list(tables), waiting={}, tables={request: list(table) for request, table in tables.items()},
-        lengths=dict(lengths), free=[], hashed=[])]
-    return block_table(trace)
+        step=0, time=0.0, budget=0, budget_left=0, running=list(tables),
+        tables={request: list(table) for request, table in tables.items()}, lengths=dict(lengths))]
+    return block_table(trace, step=0)

@@ -57,7 +57,7 @@ const view = P => {
       }
       y += drawn ? 56 : 26;
     }
-    out += text(16, y + 14, 'free queue after it: ' + (S.F.slice(0, 10).join(' → ') || 'empty') +
+    if (S.F.length || S.used === P.n - 1) out += text(16, y + 14, 'free queue after it: ' + (S.F.slice(0, 10).join(' → ') || 'empty') +
       (S.numFree > 10 ? ' → …' : ''), 'h');
     y = 62;
     for (const r of Object.keys(S.T).slice(0, 8)) {

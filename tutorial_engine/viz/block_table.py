@@ -106,7 +106,10 @@ def remarks(state: PoolState) -> list[str]:
 
 
 def queue_line(state: PoolState) -> str:
-    """How the free queue begins. Requests that finish in a step give their blocks back after it."""
+    """How the free queue begins; "" if the trace does not say. Requests that finish in a step give their blocks back
+    after it."""
+    if not state.free and len(state.owners) < state.num_blocks - 1:
+        return ""
     named = " → ".join(map(str, state.free[:IN_LINE])) or "empty"
     return f"free queue after it: {named}{' → …' if state.num_free > IN_LINE else ''}"
 
@@ -150,7 +153,7 @@ class Layout:
                      f"{'#' if b in state.hashed else ''}" for b in range(first, last + 1))
             lines.append("".join(cell.ljust(17) for cell in cells).rstrip() if drawn
                          else f"   ⋮ {_idle_text(state, first, last)}")
-        lines += [queue_line(state), ""]
+        lines += [line for line in (queue_line(state),) if line] + [""]
         for request in list(state.tables)[:MAX_TABLES]:
             lines.append(f"{request_title(state, request)} {state.tables[request]}")
         return "\n".join([*lines, *remarks(state)]).rstrip()
@@ -187,7 +190,8 @@ def _svg(state: PoolState, layout: Layout) -> str:
         else:
             parts.append(text(MARGIN, y + 14, f"⋮  {_idle_text(state, first, last)}", "h"))
         y += PITCH if drawn else 26
-    parts.append(text(MARGIN, y + 14, queue_line(state), "h"))
+    if line := queue_line(state):
+        parts.append(text(MARGIN, y + 14, line, "h"))
     y = TOP
     for request in list(state.tables)[:MAX_TABLES]:
         parts += [f'<rect class="p{_color(state, request)}" x="{TABLES_X}" y="{y + 1}" width="12" height="12" rx="2"/>',
