@@ -92,7 +92,8 @@ for _ in range(4):
 # it, and the keys and values of all tokens so far:
 #
 # ```
-# weights  w1 ... wn  =  softmax( q·k1 / √d, ..., q·kn / √d )        result  =  w1·v1 + ... + wn·vn
+# weights  w1 ... wn  =  softmax( q·k1 / √d, ..., q·kn / √d )
+# result               =  w1·v1 + ... + wn·vn
 # ```
 #
 # **Why is Q not kept?** Because nobody will ever ask an old question again. The query of token 5 computes the result of
