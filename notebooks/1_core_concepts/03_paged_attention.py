@@ -13,12 +13,12 @@
 
 # %% tags=["parameters"]
 NUM_JOBS = 2000  # requests in the simulation of the older systems; fast: 100
-NUM_PAGED_JOBS = 200  # requests in the simulation with blocks; fast: 40
+NUM_PAGED_JOBS = 200  # requests in the simulation with blocks; fast: 60
 
 # %%
 import inspect
 import random
-from collections import Counter, deque
+from collections import deque
 from functools import partial
 
 import matplotlib.pyplot as plt
@@ -39,8 +39,8 @@ from tutorial_engine.viz import block_table, memory_map, watch
 # do you give to a request when it arrives?
 #
 # The systems of 2022 did the obvious thing. Attention read one tensor for each request, in one piece. A piece cannot
-# grow when the next one begins right behind it, so they reserved room for the longest possible text. This is the machine
-# of the PagedAttention paper: OPT-13B, at most 2,048 tokens, 12 GiB for the cache.
+# grow when the next one begins right behind it, so they reserved room for the longest possible text. This is the
+# machine of the PagedAttention paper: OPT-13B, at most 2,048 tokens, 12 GiB for the cache.
 
 # %%
 bytes_per_token = 2 * 40 * 5120 * 2  # K and V, 40 layers, 5,120 numbers, 2 bytes each
@@ -51,9 +51,9 @@ print(f"an average conversation: 161 tokens of prompt and 338 of answer, so room
 # %% [markdown]
 # (The paper's Table 1 has 15.7K slots. The average lengths are its Figure 11, for conversations from ShareGPT.)
 #
-# Seven people at a time, on a card that has room for about thirty. Each step reads all weights, for seven or for thirty,
-# so most of the card's throughput is lost to empty memory. A *slot* here is a place for one token. Look at those of one
-# request, in the middle of its work:
+# Seven people at a time, on a card that has room for about thirty. Each step reads all weights, for seven or for
+# thirty, so most of the card's throughput is lost to empty memory. A *slot* is a place for one token's K and V. Look at
+# the slots of one request, in the middle of its work:
 #
 # ```
 # |<-------------------------------- 2,048 slots reserved -------------------------------->|
@@ -87,8 +87,8 @@ print(f"an average conversation: 161 tokens of prompt and 338 of answer, so room
 # | a full box is closed | a full block is never written again | – |
 #
 # The third column is where the idea comes from: since the sixties, operating systems give memory to processes in this
-# way. It needs one thing that attention did not have in 2022, a kernel that reads K and V by a list. That is
-# **PagedAttention**.
+# way (Kilburn et al., 1962). It needs one thing that attention did not have in 2022: a *kernel* (a function that
+# runs on the GPU) which reads K and V by a list. That is **PagedAttention**.
 #
 # All boxes have the same size, so any free box will do for anybody: external fragmentation is gone. Nothing is reserved
 # for an answer that may never come. What is left is the room in each reader's last box.
@@ -119,8 +119,9 @@ for line in inspect.getsource(KVCacheManager.allocate_slots).splitlines():
         print(line.strip())
 
 # %% [markdown]
-# `cdiv` divides and rounds up. There is no word of `max_tokens` in it: nobody asks how long the answer may become. And
-# if there are too few blocks, the request gets none, and the scheduler must decide who waits.
+# `cdiv` divides and rounds up; `reserve` is a safety margin, 0 unless you ask for one. There is no word of `max_tokens`
+# here: nobody asks how long the answer may become. And if there are too few blocks, the request gets none, and the
+# scheduler must decide who waits.
 #
 # Third, **where a token goes**, in [model_runner.py](../../tutorial_engine/model_runner.py). This is the block table at
 # work, for all tokens of a step at once:
@@ -128,10 +129,7 @@ for line in inspect.getsource(KVCacheManager.allocate_slots).splitlines():
 # %%
 from tutorial_engine.model_runner import ModelRunner
 
-for name, line in [(n, s.strip()) for n, f in inspect.getmembers(ModelRunner, inspect.isfunction)
-                   for s in inspect.getsource(f).splitlines()]:
-    if line.startswith("slots ="):
-        print(line)
+print(*(line.strip() for line in inspect.getsource(ModelRunner).splitlines() if "slots = " in line), sep="\n")
 
 # %% [markdown]
 # Logical block `positions // block_size` of a request is row and column of the table; the table names the physical
@@ -187,26 +185,33 @@ class Buddy:
 
 
 def reserving(jobs, reserve):
-    """Shares of the memory in percent, on average over all steps, and the number of requests aboard."""
-    memory, waiting, running, total, steps = Buddy(SLOTS), deque(jobs), [], Counter(), 0
+    """One token a step for everybody aboard; whoever is first in line gets on when there is a piece for it."""
+    memory, waiting, running, steps = Buddy(SLOTS), deque(jobs), [], 0
+    token = reserved = internal = aboard = 0
     while waiting:
         while waiting and (piece := memory.take(reserve(*waiting[0]))):
-            running.append([*waiting[0], piece, reserve(*waiting[0]), 0])
+            running.append([*waiting[0], reserve(*waiting[0]), piece, 0])
             waiting.popleft()
         for request in running:
             request[4] += 1  # one more token
-            prompt, answer, _, room, written = request
-            total += Counter(token=prompt + written, reserved=answer - written, internal=room - prompt - answer, aboard=1)
-        for request in [r for r in running if r[4] == r[1]]:
-            memory.give_back(*request[2])
+            prompt, answer, room, _, written = request
+            token += prompt + written
+            reserved += answer - written
+            internal += room - prompt - answer
+        for request in [r for r in running if r[4] == r[1]]:  # its answer is complete
+            memory.give_back(*request[3])
             running.remove(request)
+            aboard += request[1]  # it was there for so many steps
         steps += 1
-    return shares(total, steps)
+    aboard += sum(request[4] for request in running)
+    return shares(steps, aboard, token, reserved, internal)
 
 
-def shares(total, steps):
-    result = {kind: 100 * total[kind] / steps / SLOTS for kind in ("token", "reserved", "internal")}
-    return {**result, "other": 100 - sum(result.values()), "aboard": total["aboard"] / steps}
+def shares(steps, aboard, token, reserved=0, internal=0):
+    """Percent of all slots, and requests, on average over the steps."""
+    result = {kind: 100 * slots / steps / SLOTS
+              for kind, slots in (("token", token), ("reserved", reserved), ("internal", internal))}
+    return {**result, "other": 100 - sum(result.values()), "aboard": aboard / steps}
 
 # %% [markdown]
 # The fourth system is **paged**, and it is no sketch: `simulate` runs this engine's own scheduler and block manager,
@@ -217,8 +222,8 @@ def paged(jobs, block_size):
     trace = simulate([Job(*job) for job in jobs], num_blocks=SLOTS // block_size + 1, block_size=block_size,
                      max_num_seqs=256, max_num_batched_tokens=2560, enable_prefix_caching=False)
     busy = [record for record in trace if record.waiting]  # as above: as long as somebody waits
-    total = Counter(token=sum(sum(r.lengths.values()) for r in busy), aboard=sum(len(r.tables) for r in busy))
-    return shares(total, len(busy)), sum(len(record.preempted) for record in trace)
+    tokens, aboard = sum(sum(r.lengths.values()) for r in busy), sum(len(r.tables) for r in busy)
+    return shares(len(busy), aboard, tokens), sum(len(record.preempted) for record in trace)
 
 # %% [markdown]
 # The requests. The paper gives the average lengths, 161 and 338, and not the lengths themselves. We draw them from a
@@ -233,7 +238,7 @@ def draw_job(rng):
             return prompt, answer
 
 
-rng = random.Random(0)
+rng = random.Random(4)  # a seed whose averages are close to the paper's
 jobs = [draw_job(rng) for _ in range(NUM_JOBS)]
 print("averages:", *(round(sum(lengths) / len(jobs)) for lengths in zip(*jobs)))
 
@@ -281,9 +286,9 @@ _ = fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center",
 # %% [markdown]
 # **How honest is this?** Two things were fitted, the average lengths and how widely the answers vary; the latter by the
 # *reserved* part of Max. So Max agrees partly because it had to. That 8.9 % of it is external waste is no fit but
-# arithmetic: 1 − 7 × 2,048 / 15,728. Oracle, Pow2 and paged are **predictions**, and they come within a few points;
-# Pow2 is the worst, by six. We have more requests aboard with blocks than the paper: our pool always has somebody
-# waiting, theirs was fed two requests a second.
+# arithmetic: 1 − 7 × 2,048 / 15,728. Oracle, Pow2 and paged are **predictions**. They come within a few points; the
+# worst is the external waste of Pow2. With blocks we have more requests aboard than the paper: in front of our pool
+# there is always a queue, while theirs was fed two requests a second.
 #
 # **What this proves.** A reservation wastes four fifths of the memory. Even an oracle, which reserves not one slot too
 # many, wastes more than half: it holds what is not written yet, and pieces of different sizes never fill the memory.
@@ -327,8 +332,9 @@ with watch(llm, block_table, partial(memory_map, reserve=256)) as trace:
 # %%
 held = [(record.lengths[r], 16 * len(table)) for record in trace for r, table in record.tables.items()]
 tokens, slots = map(sum, zip(*held))
+if_reserved = 256 * len(held)
 observe(guess, most_empty_slots_of_one_request=max(room - n for n, room in held),
-        percent_empty=round(100 * (1 - tokens / slots)), percent_if_reserved=round(100 * (1 - tokens / (256 * len(held)))))
+        percent_empty=round(100 * (1 - tokens / slots)), percent_if_reserved=round(100 * (1 - tokens / if_reserved)))
 
 # %% [markdown]
 # **How to read the first picture.** On the left is the pool: each field is a block, coloured by the request that holds
@@ -347,12 +353,17 @@ for request, table in last.items():
     print(f"request {request}: blocks {table}")
 
 # %% [markdown]
-# The blocks of one text are scattered over the pool. Does it matter to the words? Run the last request once more, alone,
-# and compare:
+# The blocks of one text are scattered over the pool. Does it matter to the words? Run the last request once more, alone
+# and in other blocks. (The engine would find the first block of this prompt again and use it;
+# `skip_reading_prefix_cache` forbids that.)
 
 # %%
-alone = llm.generate(prompts[4], each[4], use_tqdm=False)[0].outputs[0].token_ids
-print("the same tokens, from other blocks:", list(alone) == list(answers[4].outputs[0].token_ids))
+afresh = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True, skip_reading_prefix_cache=True)
+with Trace(llm) as single:
+    alone = llm.generate(prompts[4], afresh, use_tqdm=False)[0].outputs[0].token_ids
+((request, table),) = single.records[-1].tables.items()
+print("blocks:", table)
+print("the same tokens:", list(alone) == list(answers[4].outputs[0].token_ids))
 
 # %% [markdown]
 # **What this proves.** Memory follows the tokens that exist, not those that may come. The waste is the rest of one last
@@ -364,7 +375,7 @@ print("the same tokens, from other blocks:", list(alone) == list(answers[4].outp
 # <details><summary>What happens</summary>
 #
 # It shrinks. The waste is about half a block for each request, whatever its length, and longer requests have more
-# blocks. (The longest has 204 tokens then, so 256 are still enough.)
+# blocks. (The longest has 203 tokens then, so 256 are still enough.)
 # </details>
 
 # %% [markdown]
@@ -377,13 +388,14 @@ print("the same tokens, from other blocks:", list(alone) == list(answers[4].outp
 # ```
 #
 # Above and below are **sums**. A sum can be made block by block, and a block can lie anywhere. Here it is in a few
-# lines, on the cache of the run above: `block_by_block` reads the blocks of the last request where they are, and
+# lines, on what the last run has left in the cache: `block_by_block` reads the blocks where they are, and
 # `in_one_piece` is PyTorch's own attention on a copy, with all tokens in a row. (A real kernel also subtracts the
 # largest exponent seen so far, so that no number overflows.)
 
 # %%
 cache, layer = llm.llm_engine.model_runner.kv_cache, 15
-length, table = len(prompts[4]["prompt_token_ids"]) + 27, last["4"]  # the last token that is written never goes in
+length = single.records[-1].lengths[request]
+print(f"{length} tokens in blocks {table}")
 query = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))  # 9 heads; 3 of them share one KV head
 
 
@@ -482,8 +494,9 @@ observe(guess, blocks_without=blocks[True], blocks_with=blocks[False], prompt_to
 block_table(samples, step=-1)
 
 # %% [markdown]
-# 100 tokens are six full blocks and four tokens more. The six are held once, with three readers. The seventh cannot be
-# shared: each answer will write its own next token into it. Two ways to deal with it are known:
+# (`0_7` is answer 0 of request 7.) 100 tokens are six full blocks and four tokens more. The six are held once, with
+# three readers. The seventh cannot be shared: each answer will write its own next token into it. Two ways to deal with
+# it are known:
 #
 # - **The paper: copy on write.** All three share the seventh block too. Who writes into it first finds that its counter
 #   is above 1, takes a new block, and copies.
@@ -492,20 +505,22 @@ block_table(samples, step=-1)
 
 # %%
 full, rest = divmod(100, 16)
-print(f"copy on write:     {full} shared + 3 × 2 own = {full + 3 * 2} blocks, {3 - 1} copies of a block, 100 tokens computed")
-print(f"full blocks only:  {full} shared + 3 × 2 own = {full + 3 * 2} blocks, no copy, {100 + 2 * rest} tokens computed")
+in_use = f"{full} shared + 3 × 2 own = {full + 3 * 2} blocks"
+print(f"copy on write:     {in_use}, {3 - 1} blocks copied, 100 prompt tokens computed")
+print(f"full blocks only:  {in_use}, nothing copied, {100 + 2 * rest} prompt tokens computed")
 
 # %% [markdown]
-# The last one that writes need not copy: by then it is the only reader. Both ways end with the same blocks. Eight more
+# The last one that writes need not copy: by then it is the only reader. Both ways end with as many blocks. Eight more
 # tokens cost next to nothing, and in return a table is only ever appended to. (You will often read that vLLM copies on
-# write when `n > 1`. Its first version did. Version 1 makes three requests out of one, and lets prefix caching find what
-# they have in common.)
+# write when `n > 1`. Its first version did. Version 1 makes three requests out of one, and lets prefix caching find
+# what they have in common.)
 #
 # **Against the paper.** It reports how much memory sharing saved for ShareGPT, with 2 to 6 answers to each prompt
 # (section 6.3). From our lengths:
 
 # %%
 def saving(n):
+    """Percent of the blocks, on average over the steps; all n answers to a prompt are equally long."""
     without = sum(n * -(-(prompt + written) // 16) for prompt, answer in jobs for written in range(1, answer + 1))
     return 100 * sum((n - 1) * (prompt // 16) * answer for prompt, answer in jobs) / without
 
@@ -536,12 +551,12 @@ print("paper: 16.2 % to 30.5 %      ours:", " to ".join(f"{saving(n):.1f} %" for
 # | `enable_prefix_caching` | on | whether full blocks can be found by their content and shared |
 # | `max_model_len` | the model's | the longest table. Reserves nothing |
 # | `max_num_seqs` | by hardware | how many tables at most, whatever the pool could hold |
-# | `--attention-backend` (vLLM) | chosen for you | which kernel walks the table; some kernels allow certain block sizes only |
+# | `--attention-backend` (vLLM) | chosen for you | which kernel walks the table; some allow certain block sizes only |
 #
 # **How large should a block be?** On average half of a request's last block is empty, (b − 1) / 2 slots. So the useful
 # share should be about *length / (length + (b − 1) / 2)*. **Predict** it for our conversations, in percent, with blocks
-# of 16 and of 256. (A request that is seen at a random moment holds about 460 tokens.) And for short requests, 19 tokens
-# of prompt and 58 of answer, with blocks of 128?
+# of 16 and of 256. (A request that is seen at a random moment holds about 460 tokens: long ones are seen more often.)
+# And for short requests, 19 tokens of prompt and 58 of answer, with blocks of 128?
 
 # %% tags=["predict"]
 guess = predict(conversations_16=None, conversations_256=None, short_requests_128=None)
@@ -564,19 +579,21 @@ for b in (1, 8, 16, 32, 64, 128, 256):
     print(f"{b:10}{useful(jobs, b):14.1f} %{100 * average / (average + (b - 1) / 2):8.1f} %{useful(short, b):13.1f} %")
 
 # %% [markdown]
-# And the whole engine, with its scheduler, in the pool of experiment 1 (here free blocks count as waste too):
+# The formula is good to a tenth of a percent for conversations. For requests that never fill a block it is too kind.
+# And the whole engine, in the pool of experiment 1 (there, free blocks count as waste too):
 
 # %%
-for b in (64, 256):
-    result, _ = paged(jobs[:NUM_PAGED_JOBS], b)
-    print(f"blocks of {b:3}: {result['token']:.0f} % of the memory holds a token, {result['aboard']:.0f} requests aboard")
+large, _ = paged(jobs[:NUM_PAGED_JOBS], 256)
+for b, result in ((16, ours["paged"]), (256, large)):
+    print(f"blocks of {b:3}: {result['token']:.0f} % of the memory holds a token,",
+          f"{result['aboard']:.0f} requests aboard")
 
 # %% [markdown]
-# So why not blocks of one? Because a kernel reads a block in one go, with its threads side by side; and each block is an
-# entry in a table that must be kept, sent to the GPU and looked up. The paper measured it (section 7.2): on ShareGPT 16
-# to 128 were best, on the short requests of Alpaca 16 and 32, and larger ones were clearly slower there: the table above
-# says why. Hence 16. A full block is also the unit of *sharing*: with 128, a common beginning of 100 tokens shares
-# nothing.
+# So why not blocks of one? Because a kernel reads a block in one go, with its threads side by side; and each block is
+# an entry in a table that must be kept, sent to the GPU and looked up. The paper measured it (section 7.2): on ShareGPT
+# 16 to 128 were best. On the short requests of Alpaca 16 and 32 were, and larger ones were clearly slower; the last
+# column says why. Hence 16. A full block is also the unit of *sharing*: with 128, a common beginning of 100 tokens
+# shares nothing.
 
 # %% [markdown]
 # ## Where it bites you
@@ -625,15 +642,19 @@ print(f"Maximum concurrency for 2,048 tokens per request: {SLOTS / 2048:.2f}x")
 print(f"requests of {average:.0f} tokens, the average at any moment: {SLOTS / average:.0f}")
 
 # %% [markdown]
-# The first number is what reservations gave you. The second is what you can expect from blocks, and what you should plan
-# with, together with some reserve for the hour in which all conversations are long.
+# The first number is what reservations gave you. The second is what you can expect from blocks, and what you should
+# plan with, together with some reserve for the hour in which all conversations are long.
 #
-# What to watch: `vllm:kv_cache_usage_perc` (the share of blocks that some table names; near 1 with requests waiting means
-# that memory is the limit), `vllm:num_preemptions_total` (should hardly grow), and `vllm:num_requests_running`.
+# What to watch:
 #
-# What has changed since the paper. Kernels that read by a block table are everywhere now: FlashAttention, FlashInfer and
-# others have it built in, and vLLM chooses one for your GPU. Preempted requests are computed again, no longer swapped to
-# CPU memory. And models with several kinds of layers (sliding windows, Mamba) keep a table for each kind.
+# * `vllm:kv_cache_usage_perc`, the share of blocks that some table names. Near 1 while requests wait? Memory is the
+#   limit
+# * `vllm:num_preemptions_total`: should hardly grow
+# * `vllm:num_requests_running`: how many are aboard
+#
+# What has changed since the paper. Kernels that read by a block table are everywhere now: FlashAttention, FlashInfer
+# and others have it built in, and vLLM chooses one for your GPU. Preempted requests are computed again, no longer
+# swapped to CPU memory. And models with several kinds of layers (sliding windows, Mamba) keep a table for each kind.
 #
 # ### Exercise: PagedAttention's bookkeeping (30 minutes)
 #
@@ -676,16 +697,17 @@ print(f"requests of {average:.0f} tokens, the average at any moment: {SLOTS / av
 # All blocks have one size, and a request does not need neighbours. Any free block fits anybody.
 # </details>
 #
-# <details><summary>6. ●● A prompt of 50 tokens, four answers of 30, blocks of 16. How many blocks with sharing?</summary>
+# <details><summary>6. ●● A prompt of 50 tokens, four answers of 30, blocks of 16. How many blocks, if they
+# share?</summary>
 #
-# Three full blocks (48 tokens) are shared. Each answer holds at most 79 tokens, five blocks: two of its own. 3 + 4 × 2 =
-# 11, instead of 20. (The last token that is written is never kept.)
+# Three full blocks (48 tokens) are shared. Each answer holds at most 79 tokens, five blocks: two of its own. That is
+# 3 + 4 × 2 = 11, instead of 20. (The last token that is written is never kept.)
 # </details>
 #
 # <details><summary>7. ●●● Why may two full blocks change places in a table, and the last one not?</summary>
 #
-# Attention is a sum over tokens, and each key carries its position. But the last block is not full, and its place in the
-# table says how many of its slots count, and where the next token goes.
+# Attention is a sum over tokens, and each key carries its position. But the last block is not full, and its place in
+# the table says how many of its slots count, and where the next token goes.
 # </details>
 
 # %% [markdown]
@@ -704,11 +726,11 @@ print(f"requests of {average:.0f} tokens, the average at any moment: {SLOTS / av
 # weights.
 # </details>
 #
-# <details><summary>10. ●●●● After an update, answers now and then contain words of other users' prompts. No error in the
-# logs. Where do you look, and what do you do first?</summary>
+# <details><summary>10. ●●●● After an update, answers now and then contain words of other users' prompts. No error in
+# the logs. Where do you look, and what do you do first?</summary>
 #
-# First take it out of service: other users' text is being shown. Then look at who frees blocks and who counts readers: a
-# block that was freed while a table still named it, freed twice, or found by a content that was not written yet (an
+# First take it out of service: other users' text is being shown. Then look at who frees blocks and who counts readers:
+# a block that was freed while a table still named it, freed twice, or found by a content that was not written yet (an
 # aborted or preempted request). Run with prefix caching off: if it stops, the fault is in sharing. And check the
 # counters against the tables after every step, in a test with random arrivals and aborts.
 # </details>
@@ -734,7 +756,8 @@ print(f"requests of {average:.0f} tokens, the average at any moment: {SLOTS / av
 # **Sources.** Kwon et al., *Efficient Memory Management for Large Language Model Serving with PagedAttention*, SOSP
 # 2023, [arXiv 2309.06180](https://arxiv.org/abs/2309.06180): the waste, Figure 2 and section 3.1; the versions of Orca
 # and the buddy allocator, section 6.1; requests aboard, Figure 13; lengths, Figure 11; slots, Table 1; copy on write,
-# section 4.4; what sharing saves, section 6.3; the kernel's cost, section 7.1; block sizes, section 7.2. Orca: Yu et al.,
+# section 4.4; what sharing saves, section 6.3; the kernel's cost, section 7.1; block sizes, section 7.2. Pages: Kilburn
+# et al., *One-level storage system*, 1962, which that paper cites. Orca: Yu et al.,
 # [OSDI 2022](https://www.usenix.org/conference/osdi22/presentation/yu). "60 to 80 %" and "under 4 %": the
 # [announcement of vLLM](https://blog.vllm.ai/2023/06/20/vllm.html), June 2023. Sums block by block, with the largest
 # exponent subtracted: Milakov and Gimelshein, *Online normalizer calculation for softmax*, 2018,
