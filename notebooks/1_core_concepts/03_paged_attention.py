@@ -227,7 +227,7 @@ def paged(jobs, block_size):
 
 # %% [markdown]
 # The requests. The paper gives the average lengths, 161 and 338, and not the lengths themselves. We draw them from a
-# distribution with many short and few long texts (log-normal, cut at 2,048), and with these averages:
+# distribution with many short and few long texts (log-normal, cut at 2,048), and with averages close to these:
 
 # %%
 def draw_job(rng):
@@ -300,7 +300,8 @@ _ = fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center",
 # <details><summary>What happens</summary>
 #
 # `short = [j for j in jobs if sum(j) <= 1024]` and `reserving(short, lambda prompt, answer: 1024)`: about twice as many
-# are aboard, and roughly a third of the memory holds a token. You bought this by refusing the long conversations.
+# are aboard, and a third of the memory holds a token. Still less than Oracle's 39 %, although you have refused all
+# long conversations.
 # </details>
 
 # %% [markdown]
@@ -342,10 +343,10 @@ observe(guess, most_empty_slots_of_one_request=max(room - n for n, room in held)
 # it grows when its last block is full, never before, and the new block is whichever was first in the queue.
 #
 # **The second picture** has a row for each block and a column for each step. Above are the sums. Blue slots hold a
-# token, the thin strip on top of them is empty; the grey area above is what reservations would hold. It reaches 768
+# token, the thin orange strip on top of them is empty; the hatched area is what reservations would hold. It reaches 768
 # slots, and the pool has 512. So with reservations the third request would have had to *wait*.
 #
-# Look at the table of the last requests:
+# Here are the tables, as they were at the end of each request:
 
 # %%
 last = {request: table for record in trace for request, table in record.tables.items()}
@@ -375,13 +376,13 @@ print("the same tokens:", list(alone) == list(answers[4].outputs[0].token_ids))
 # <details><summary>What happens</summary>
 #
 # It shrinks. The waste is about half a block for each request, whatever its length, and longer requests have more
-# blocks. (The longest has 203 tokens then, so 256 are still enough.)
+# blocks. (From 21 % to 8 %. The longest holds 202 tokens then, so 256 are still enough.)
 # </details>
 
 # %% [markdown]
 # ### 3. Why it does not matter where the blocks lie
 #
-# Attention needs all keys and values of a text. But look at the formula, with one token's share split off:
+# Attention needs all keys and values of a text. But look at its formula, with the softmax written out (and √d left out):
 #
 # ```
 # result = ( e^(q·k1) v1 + e^(q·k2) v2 + ... ) / ( e^(q·k1) + e^(q·k2) + ... )
