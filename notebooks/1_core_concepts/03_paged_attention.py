@@ -8,8 +8,8 @@
 # - explain why attention gives the same result, wherever the blocks lie
 # - choose a block size, and say what two answers to the same prompt can share
 #
-# Needs: a CPU and 3 GB of free memory, no GPU. About 60 minutes to read and do; all cells together run in about one
-# minute. You should have read [The KV cache](01_the_kv_cache.ipynb).
+# Needs: a CPU and 3 GB of free memory, no GPU. About 60 minutes to read and do; all cells together run in one to two
+# minutes. You should have read [The KV cache](01_the_kv_cache.ipynb).
 
 # %% tags=["parameters"]
 NUM_JOBS = 2000  # requests in the simulation of the older systems; fast: 100
@@ -56,9 +56,10 @@ print(f"an average conversation: 161 tokens of prompt and 338 of answer, so room
 # the slots of one request, in the middle of its work:
 #
 # ```
-# |<-------------------------------- 2,048 slots reserved -------------------------------->|
-# | prompt | answer so far | answer to come |               never used                     | too small for anybody
-#    holds a token             reserved                 internal fragmentation                external fragmentation
+# |<------------------- 2,048 slots reserved ------------------->|
+# | prompt | answer so far | answer to come |      never used     | too small for others
+#      holds a token           reserved            internal         external
+#                                              fragmentation        fragmentation
 # ```
 #
 # - **Reserved**: it will be used, but not yet. Somebody else could have had it until then.
@@ -382,7 +383,7 @@ print("the same tokens:", list(alone) == list(answers[4].outputs[0].token_ids))
 # %% [markdown]
 # ### 3. Why it does not matter where the blocks lie
 #
-# Attention needs all keys and values of a text. But look at its formula, with the softmax written out (and √d left out):
+# Attention needs all keys and values of a text. But look at its formula, with the softmax written out (and without √d):
 #
 # ```
 # result = ( e^(q·k1) v1 + e^(q·k2) v2 + ... ) / ( e^(q·k1) + e^(q·k2) + ... )
