@@ -1,0 +1,413 @@
+# %% [markdown]
+# # Continuous batching
+#
+# You will be able to
+#
+# - count the steps of a static and of a continuous batch with a pencil, and say how large the gain can be
+# - explain why one long prompt makes everybody wait, and what cutting it into chunks costs and buys
+# - say who is preempted when the memory is full, and what that costs
+# - choose `max_num_seqs` and `max_num_batched_tokens` for a chat and for a night's batch
+#
+# Needs: a CPU and 3 GB of free memory, no GPU. About 45 minutes to read and do; all cells together run in less than one
+# minute. You should have read [The KV cache](01_the_kv_cache.ipynb).
+
+# %% tags=["parameters"]
+LENGTHS = [3, 12, 5, 20, 4, 8, 6, 10]  # tokens that the eight requests write; fast: [3, 5, 2, 6, 4, 2, 3, 4]
+NUM_REQUESTS = 1024  # requests in experiment 2; fast: 64
+
+# %%
+import heapq
+import inspect
+import random
+
+from tutorial_engine import LLM, SamplingParams
+from tutorial_engine.notebook import expect_error, observe, predict
+from tutorial_engine.simulation import Job, StaticScheduler, simulate, workload
+from tutorial_engine.trace import Trace
+from tutorial_engine.viz import batch_occupancy, knobs, memory_map, request_times, timeline, watch
+
+# %% [markdown]
+# ## The problem
+#
+# A step of the model costs nearly the same for one request as for four: either way all weights are read once. So an
+# engine computes several requests together, in a *batch*. But which ones, and for how long?
+#
+# The obvious way: take four requests, run them until all are done, take the next four. This is *static batching*. It
+# would be perfect if all answers were equally long. They are not, and nobody knows beforehand how long each will be.
+#
+# Here is a small engine: four *seats*, so at most four requests in a step. We give it eight requests, in two batches of
+# four. (The other settings matter later. `ignore_eos=True` makes each request write exactly as many tokens as we say.)
+
+# %%
+sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+llm = LLM(dtype="float32", num_gpu_blocks_override=19, max_model_len=256, enable_prefix_caching=False,
+          generation_config="vllm", **sizes)
+tokenizer = llm.get_tokenizer()
+
+
+def writes(num_tokens):
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+numbers = ("One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight")
+prompts = [{"prompt_token_ids": tokenizer.encode(f"{number} things to do in the rain:")} for number in numbers]
+params = [writes(n) for n in LENGTHS]
+print("tokens of each prompt:", [len(p["prompt_token_ids"]) for p in prompts], " to write:", LENGTHS)
+with watch(llm, batch_occupancy) as static:
+    static_answers = [*llm.generate(prompts[:4], params[:4], use_tqdm=False),
+                      *llm.generate(prompts[4:], params[4:], use_tqdm=False)]
+
+# %% [markdown]
+# **How to read it.** A row is a request, a column is a step. A box says that the request was computed in that step:
+# first its prompt, then one token a step. Below the title: how many tokens and how many requests each step had.
+#
+# Look at the white space. The first request has its answer after three steps, and its seat stays empty for the next 17,
+# because the fourth request is still writing. Meanwhile four others are waiting outside. That is the problem of this
+# page.
+
+# %% [markdown]
+# ## The idea
+#
+# Static batching is a **tour bus**. Whoever is on board when it leaves stays until the last has seen everything, and
+# nobody gets on meanwhile. Continuous batching is a **city bus**. It stops after every step. Whoever has arrived gets
+# off, and whoever waits at the stop gets on.
+#
+# | the city bus | the engine |
+# |---|---|
+# | it drives from one stop to the next | a **step**: the model runs once, and everybody aboard gets a token |
+# | at the stop | the **scheduler** decides who is in the next step |
+# | seats | `max_num_seqs` |
+# | how much may be loaded at one stop, so that it does not stand there for ever | `max_num_batched_tokens`, the **token budget** of a step |
+# | somebody with forty suitcases loads a few at each stop | **chunked prefill**: a long prompt is computed in pieces |
+# | luggage room; each passenger's luggage grows with each stop | blocks of the **KV cache** |
+# | the luggage room is full: the last who got on must get off, leave the luggage, and is the first to get on again | **preemption**: the blocks are freed, K and V are computed again later |
+# | nobody pushes past the first in the queue | **first come, first served** |
+#
+# The paper that brought this to language models, Orca (2022), calls it *iteration-level scheduling*: decide after each
+# iteration of the model, not after each request. Others say *continuous* or *in-flight* batching. It means the same.
+
+# %% [markdown]
+# ## Under the hood
+#
+# Our [scheduler](../../tutorial_engine/scheduler.py) makes one plan for each step. Who comes first? The lines are read
+# from the source that is running:
+
+# %%
+from tutorial_engine.scheduler import Scheduler
+
+
+def show(function, *words):
+    for line in inspect.getsource(function).splitlines():
+        if any(word in line for word in words):
+            print(line)
+
+
+show(Scheduler.schedule, "budget_left", "_schedule_running", "if out.preempted", "else:", "_schedule_waiting")
+
+# %% [markdown]
+# A plan begins with the full token budget. First those who are *running* get their tokens: one each, if they are
+# writing. Then, **if nobody had to be preempted**, the *waiting* ones get on, as long as something is left of three
+# things:
+
+# %%
+show(Scheduler._schedule_waiting, "while self.waiting", ">= self.config.max_num_seqs", "budget_left == 0",
+     "num_new = min", "allocate_slots(", "if new_blocks is None", "popleft")
+
+# %% [markdown]
+# Seats, budget, blocks. There is no "batch size" anywhere, and no difference between a prompt and an answer: a request
+# has *tokens that are not computed yet*, many or one, and gets as many of them as the budget allows. That is all of
+# continuous batching.
+#
+# To compare, [simulation.py](../../tutorial_engine/simulation.py) makes a tour bus out of this scheduler. It needs one
+# rule: nobody gets on once somebody writes.
+
+# %%
+print(inspect.getsource(StaticScheduler))
+
+# %% [markdown]
+# **One step, many lengths.** In the same step one request may compute 50 tokens of its prompt, and another a single
+# token. Must the short one be padded to the length of the long one? No. The tokens of all requests lie one behind the
+# other in *one flat row*, and a list says where each request begins (`query_start_loc`, in
+# [attention.py](../../tutorial_engine/attention.py)). The matrix products do not care which token is whose. Only
+# attention does. (Orca calls this *selective batching*.) What would a rectangle cost, as wide as the longest?
+
+# %%
+mixed = simulate(workload(12, (12, 80), (6, 40)), num_blocks=33, **sizes)
+counts = [[n for _, n in record.scheduled.values()] for record in mixed]
+flat, padded = sum(map(sum, counts)), sum(len(step) * max(step) for step in counts)
+print("tokens of each request in the first steps:", counts[:5])
+print(f"all {len(mixed)} steps: {flat} tokens in flat rows, {padded} in rectangles: {1 - flat / padded:.0%} padding")
+
+# %% [markdown]
+# `simulate` is the real scheduler and the real block manager without a model. Who runs when depends on lengths alone,
+# so it can be tried without weights, thousands of steps a second. Whether that is true, experiment 1 checks.
+
+# %% [markdown]
+# ## Try it
+#
+# ### 1. The city bus
+#
+# The same eight requests, handed over all at once. They write 3, 12, 5, 20, 4, 8, 6 and 10 tokens. The prompts are
+# short: all that get on are computed in one step, which also gives the first token.
+#
+# **Predict**, with a pencil. How many steps did the two static batches need? How many does the city bus need? In which
+# step, counted from 0, does the fifth request get on? And are the texts the same?
+
+# %% tags=["predict"]
+guess = predict(static_steps=None, continuous_steps=None, fifth_gets_on_in_step=None, same_texts=None)
+
+# %% tags=["experiment"]
+with watch(llm, batch_occupancy) as continuous:
+    answers = llm.generate(prompts, params, use_tqdm=False)
+
+# %%
+def texts(outputs):
+    return [output.outputs[0].text for output in outputs]
+
+
+fifth = answers[4].request_id
+observe(guess, static_steps=len(static), continuous_steps=len(continuous),
+        fifth_gets_on_in_step=next(r.step for r in continuous if fifth in r.scheduled),
+        same_texts=texts(answers) == texts(static_answers))
+
+# %% [markdown]
+# The first request gets its last token in step 2, and in step 3 the fifth has its seat. Not one step is lost between.
+# (The numbers in the picture go on counting: the engine has had eight requests before.)
+#
+# Nobody writes faster: each request still gets one token a step. What is gone is the *waiting*. The fifth request had
+# its first token after 21 steps, and now it has it after 4.
+#
+# **Does the simulator tell the truth?** Compare it with what the real model did: who was in which step, with how many
+# tokens, and which block numbers each request had.
+
+# %%
+def plan(trace):
+    return [(list(record.scheduled.values()), list(record.tables.values())) for record in trace]
+
+
+jobs = [Job(len(p["prompt_token_ids"]), n) for p, n in zip(prompts, LENGTHS)]
+simulated = simulate(jobs, num_blocks=19, **sizes)
+simulated_static = simulate(jobs, num_blocks=19, static=True, **sizes)
+print("continuous:", len(simulated), "steps; same requests, tokens, blocks:", plan(simulated) == plan(continuous))
+print("static:    ", len(simulated_static), "steps; same requests and tokens:",
+      [s for s, _ in plan(simulated_static)] == [s for s, _ in plan(static)])
+
+# %% [markdown]
+# In every step, to the block. So from here on the simulator may speak for the engine. (In the static run the block
+# *numbers* differ where requests of one step finish together: two calls of `generate` are not one.)
+#
+# Steps are not seconds. On your machine (compared with nothing):
+
+# %% tags=["timing", "nbval-ignore-output"]
+seconds = [sum(r.time - r.started for r in trace) for trace in (static, continuous)]
+print(f"{len(static) / len(continuous):.2f} times fewer steps, {seconds[0] / seconds[1]:.2f} times less time")
+
+# %% [markdown]
+# **What this proves.** The gain is nothing but filled seats. Both ways computed 68 tokens of answers; the static one
+# had 4 × 30 = 120 places for them, the continuous one 4 × 22 = 88.
+#
+# **Now change one thing:** put the longest request first: `LENGTHS = [20, 12, 10, 8, 6, 5, 4, 3]`. Predict both counts.
+#
+# <details><summary>What happens</summary>
+#
+# Static: 20 + 6 = 26. Continuous: 20, since the seats of 12, 10 and 8 are refilled with 6, 5, 4 and 3 before step 20.
+# With the long ones first nothing long is left for the end. An engine does not know who will be long, so it cannot do
+# that.
+# </details>
+
+# %% [markdown]
+# ### 2. How large can the gain be?
+#
+# Now 1,024 requests, and 4 to 256 seats. Their lengths are made up, but in the shape of real chats: many short answers,
+# a few very long. (The mean is about 338 tokens, which is that of the ShareGPT chats in the PagedAttention paper. The
+# spread is our choice.) Two short functions count the steps, if memory and budget are no limit:
+
+# %%
+def static_steps(lengths, seats):
+    return sum(max(lengths[i:i + seats]) for i in range(0, len(lengths), seats))
+
+
+def continuous_steps(lengths, seats):
+    free_at = [0] * seats  # for each seat, the step in which it is free
+    for length in lengths:
+        heapq.heapreplace(free_at, free_at[0] + length)  # the next in the queue takes the seat that is free first
+    return max(free_at)
+
+
+rng = random.Random(0)
+chats = [min(2048, max(1, round(rng.lognormvariate(5.54, 0.755)))) for _ in range(NUM_REQUESTS)]
+print(f"mean {sum(chats) / len(chats):.0f}, half of them below {sorted(chats)[len(chats) // 2]}, longest {max(chats):,}")
+few = [length // 4 + 1 for length in chats[:48]]  # the scheduler agrees with the two functions:
+print(all(len(simulate([Job(4, n) for n in few], num_blocks=1000, max_num_seqs=8, static=rule is static_steps))
+          == rule(few, 8) for rule in (static_steps, continuous_steps)))
+
+# %% [markdown]
+# **Predict.** With 4 seats, how many times fewer steps does the continuous batch need? With 32? With 256? And what if
+# all 1,024 answers have exactly 338 tokens, with 32 seats?
+
+# %% tags=["predict"]
+guess = predict(gain_4_seats=None, gain_32_seats=None, gain_256_seats=None, gain_equal_lengths=None)
+
+# %% tags=["experiment"]
+def gain(lengths, seats):
+    return static_steps(lengths, seats) / continuous_steps(lengths, seats)
+
+
+observe(guess, gain_4_seats=gain(chats, 4), gain_32_seats=gain(chats, 32), gain_256_seats=gain(chats, 256),
+        gain_equal_lengths=gain([338] * NUM_REQUESTS, 32))
+
+# %%
+print("seats    static  continuous   gain   seats filled: static  continuous")
+for seats in (1, 4, 8, 16, 32, 64, 128, 256):
+    counts = static_steps(chats, seats), continuous_steps(chats, seats)
+    filled = [sum(chats) / seats / steps for steps in counts]
+    print(f"{seats:5}{counts[0]:10,}{counts[1]:12,}{gain(chats, seats):7.2f}{filled[0]:22.0%}{filled[1]:12.0%}")
+
+# %% [markdown]
+# Read the table from the top.
+#
+# - *One seat*: there is no batch, and nothing to gain.
+# - *More seats, more gain*: a static batch lasts as long as its **longest** member, and among 32 there is nearly always
+#   a very long one. The ceiling is (mean of the longest of a batch) / (mean of all).
+# - *From 128 on it falls*. With 1,024 requests and 256 seats there are only four rounds, and at the end a few long
+#   answers run alone: the **tail**. Look at the last column. A queue that never gets empty has no tail.
+# - *Equal lengths*: 1. Continuous batching buys nothing there. Its whole gain comes from lengths that differ.
+#
+# **What this proves.** "Continuous batching is so many times faster" is a sentence about a workload, not about an
+# engine. Orca's famous 36.9 times (GPT-3 175B, against FasterTransformer, at equal latency) is a whole system against a
+# whole system. Steps alone, for these lengths, are between 2 and 4.
+#
+# **Now change one thing:** sort the requests by length before static batching: `gain(sorted(chats), 32)`. What is left?
+#
+# <details><summary>What happens</summary>
+#
+# Almost nothing: each batch then has members of one length. Sorting is what people did before, with prompts. With
+# answers it cannot be done, because nobody knows their lengths before they are written.
+# </details>
+
+# %% [markdown]
+# ### 3. Forty suitcases
+#
+# Three requests are writing. A fourth comes, with a prompt of 1,024 tokens. Our simulated machine needs 20 ms for a
+# step, and from 40 tokens on 0.5 ms for each token (that is about a small model on a laptop). A budget of 2,048 takes
+# the whole prompt into one step. A budget of 64 cuts it.
+#
+# **Predict.** For how many milliseconds do the three hear nothing, at most, with a budget of 2,048? With 64? Over how
+# many steps is the prompt cut with 64? And the newcomer: does it get its first token *later* with 64?
+
+# %% tags=["predict"]
+guess = predict(longest_pause_ms_2048=None, longest_pause_ms_64=None, steps_for_the_prompt_64=None,
+                newcomer_waits_longer=None)
+
+# %% tags=["experiment"]
+def late_arrival(budget, prompt=1024):
+    jobs = [*[Job(8, 60)] * 3, Job(prompt, 4, arrival=0.19)]
+    return simulate(jobs, num_blocks=129, max_num_seqs=4, max_num_batched_tokens=budget)
+
+
+def pause_and_ttft(trace):
+    """In ms: the longest pause of the three who write, and the newcomer's time to first token."""
+    times = request_times(trace, "seconds")
+    return (round(1000 * max(max(times[name].itl) for name in "012")), round(1000 * times["3"].ttft))
+
+
+whole, cut = late_arrival(2048), late_arrival(64)
+(pause_whole, ttft_whole), (pause_cut, ttft_cut) = pause_and_ttft(whole), pause_and_ttft(cut)
+observe(guess, longest_pause_ms_2048=pause_whole, longest_pause_ms_64=pause_cut, newcomer_waits_longer=ttft_cut > ttft_whole,
+        steps_for_the_prompt_64=sum("3" in r.scheduled and r.scheduled["3"][0] < 1024 for r in cut))
+
+# %%
+timeline(whole, clock="seconds")
+
+# %%
+timeline(cut, clock="seconds")
+
+# %% [markdown]
+# Each thin line is a token. In the first picture there is a hole in three rows: half a second of silence, because
+# somebody else came. In the second the tokens come a little slower for a while, and never stop.
+#
+# Who pays? The newcomer: each step spends a part of its budget on those who write, so the prompt is ready a little
+# later. Those who write always come first. Here is the whole curve:
+
+# %%
+print("budget   largest step   longest pause   newcomer's TTFT   all done after")
+for budget in (2048, 512, 256, 128, 64, 32, 16, 8):
+    trace = late_arrival(budget)
+    pause, ttft = pause_and_ttft(trace)
+    largest = max(r.budget - r.budget_left for r in trace)
+    print(f"{budget:6}{largest:15,}{pause:13} ms{ttft:15,} ms{trace.records[-1].time:15.2f} s")
+
+# %% [markdown]
+# Down to 32 the pauses shrink. Below, they do not: a step costs 20 ms in any case, so a small step is half empty, and
+# the newcomer waits for ever. The best budget is about where a step begins to cost more than reading the weights: 40
+# tokens on this machine, **hundreds to thousands on a GPU**. That is why the defaults there are 2,048 and more.
+#
+# A curious thing is in the last column: cutting even saves time here, because the single tokens of those who write
+# travel for free in steps that are expensive anyway (Sarathi calls them *piggybacked*). What this simple clock leaves
+# out: each chunk must read again the K and V of the chunks before it. So chunks that are too small cost more than it
+# says.
+#
+# **And the real engine?** It has the budget of 64 as well. A prompt of 160 tokens arrives after 10 steps. Is the plan
+# the simulator's, and does the newcomer write the same as when it is alone?
+
+# %%
+long_prompt = {"prompt_token_ids": (tokenizer.encode("The bus was late, and it rained. ") * 20)[:160]}
+engine = llm.llm_engine
+with Trace(llm) as real:
+    for i in range(3):
+        engine.add_request(str(i), prompts[i], writes(18))
+    said = {}
+    while engine.has_unfinished_requests():
+        if len(real) == 10:
+            engine.add_request("3", long_prompt, writes(4))
+        said |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
+expected = simulate([*[Job(8, 18)] * 3, Job(160, 4, arrival=0.19)], num_blocks=19, **sizes)
+print("tokens of the newcomer in each step:", [r.scheduled["3"][1] for r in real if "3" in r.scheduled])
+print("the simulator's plan:", plan(real) == plan(expected))
+alone = llm.generate(long_prompt, writes(4), use_tqdm=False)[0].outputs[0].token_ids
+print("same tokens as alone:", said["3"] == list(alone))
+
+# %% [markdown]
+# **What this proves.** The budget bounds the size of a step, and so the pause of everybody aboard. It is a promise to
+# those who write, paid by those who arrive. It changes no word.
+#
+# **Now change one thing:** let the newcomer come with 4,096 tokens: `late_arrival(2048, 4096)` (give the pool 300
+# blocks). What is the longest pause now, and why is it not four times as long?
+#
+# <details><summary>What happens</summary>
+#
+# 1,024 ms, twice as long: the budget of 2,048 itself has become the limit, and cuts the prompt in three.
+# </details>
+
+# %% [markdown]
+# ### 4. The luggage room is full
+#
+# Seats are not the only limit. Our engine has 18 blocks of 16 tokens. Four requests come with prompts of 62 tokens,
+# which is 4 blocks each, and write 12 tokens. 16 blocks for four prompts: all fit. But the third token that each writes
+# is the 65th, and needs a fifth block.
+#
+# **Predict.** How often is somebody preempted? Without preemptions, 4 × (62 + 11) = 292 tokens would be computed; how
+# many are? And are the words those that each would have written alone?
+
+# %% tags=["predict"]
+guess = predict(preemptions=None, tokens_computed=None, same_words=None)
+
+# %% tags=["experiment"]
+story = tokenizer.encode("It had rained all night, and in the morning the street was a river. ") * 8
+crowd = [{"prompt_token_ids": story[i:i + 62]} for i in range(4)]
+with watch(llm, batch_occupancy, memory_map) as full:
+    together = llm.generate(crowd, writes(12), use_tqdm=False)
+
+# %%
+victims = [request for record in full for request in record.preempted]
+positions = [[output.request_id for output in together].index(victim) for victim in victims]
+alone = [llm.generate(crowd[i], writes(12), use_tqdm=False)[0] for i in sorted(set(positions))]
+observe(guess, preemptions=len(victims), tokens_computed=sum(n for r in full for _, n in r.scheduled.values()),
+        same_words=texts(alone) == [texts(together)[i] for i in sorted(set(positions))])
+
+# %%
+print("preempted, counted from 0:", positions)
+for record in full:
+    if record.preempted:
+        print(f"step {record.step}: {record.waiting}")
+print("the simulator's plan:", plan(simulate([Job(62, 12)] * 4, num_blocks=19, **sizes)) == plan(full))
