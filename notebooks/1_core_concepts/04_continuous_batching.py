@@ -177,24 +177,23 @@ observe(guess, static_steps=len(static), continuous_steps=len(continuous),
 # Nobody writes faster: each request still gets one token a step. What is gone is the *waiting*. The fifth request had
 # its first token after 21 steps, and now it has it after 4.
 #
-# **Does the simulator tell the truth?** Compare it with what the real model did: who was in which step, with how many
-# tokens, and which block numbers each request had.
+# **Does the simulator tell the truth?** Compare it with what the real model did: who was in which step, which tokens of
+# it were computed, and how many blocks it held.
 
 # %%
 def plan(trace):
-    return [(list(record.scheduled.values()), list(record.tables.values())) for record in trace]
+    """For each step: the requests in it, each as [first token, how many], and how many blocks each holds."""
+    return [[(span, len(record.tables[name])) for name, span in record.scheduled.items()] for record in trace]
 
 
 jobs = [Job(len(p["prompt_token_ids"]), n) for p, n in zip(prompts, LENGTHS)]
 simulated = simulate(jobs, num_blocks=19, **sizes)
 simulated_static = simulate(jobs, num_blocks=19, static=True, **sizes)
-print("continuous:", len(simulated), "steps; same requests, tokens, blocks:", plan(simulated) == plan(continuous))
-print("static:    ", len(simulated_static), "steps; same requests and tokens:",
-      [s for s, _ in plan(simulated_static)] == [s for s, _ in plan(static)])
+print("continuous:", len(simulated), "steps, the same plan:", plan(simulated) == plan(continuous))
+print("static:    ", len(simulated_static), "steps, the same plan:", plan(simulated_static) == plan(static))
 
 # %% [markdown]
-# In every step, to the block. So from here on the simulator may speak for the engine. (In the static run the block
-# *numbers* differ where requests of one step finish together: two calls of `generate` are not one.)
+# In every step, to the block. So from here on the simulator may speak for the engine.
 #
 # Steps are not seconds. On your machine (compared with nothing):
 
@@ -301,8 +300,8 @@ guess = predict(longest_pause_ms_2048=None, longest_pause_ms_64=None, steps_for_
 
 # %% tags=["experiment"]
 def late_arrival(budget, prompt=1024):
-    jobs = [*[Job(8, 60)] * 3, Job(prompt, 4, arrival=0.19)]
-    return simulate(jobs, num_blocks=129, max_num_seqs=4, max_num_batched_tokens=budget)
+    jobs = [*[Job(8, 60)] * 3, Job(prompt, 4, arrival=0.19)]  # it comes after 0.19 seconds
+    return simulate(jobs, num_blocks=301, max_num_seqs=4, max_num_batched_tokens=budget)
 
 
 def pause_and_ttft(trace):
@@ -313,8 +312,9 @@ def pause_and_ttft(trace):
 
 whole, cut = late_arrival(2048), late_arrival(64)
 (pause_whole, ttft_whole), (pause_cut, ttft_cut) = pause_and_ttft(whole), pause_and_ttft(cut)
-observe(guess, longest_pause_ms_2048=pause_whole, longest_pause_ms_64=pause_cut, newcomer_waits_longer=ttft_cut > ttft_whole,
-        steps_for_the_prompt_64=sum("3" in r.scheduled and r.scheduled["3"][0] < 1024 for r in cut))
+observe(guess, longest_pause_ms_2048=pause_whole, longest_pause_ms_64=pause_cut,
+        steps_for_the_prompt_64=sum(r.scheduled.get("3", [1024])[0] < 1024 for r in cut),
+        newcomer_waits_longer=ttft_cut > ttft_whole)
 
 # %%
 timeline(whole, clock="seconds")
@@ -339,8 +339,8 @@ for budget in (2048, 512, 256, 128, 64, 32, 16, 8):
 
 # %% [markdown]
 # Down to 32 the pauses shrink. Below, they do not: a step costs 20 ms in any case, so a small step is half empty, and
-# the newcomer waits for ever. The best budget is about where a step begins to cost more than reading the weights: 40
-# tokens on this machine, **hundreds to thousands on a GPU**. That is why the defaults there are 2,048 and more.
+# the newcomer waits for ever. The turning point is where a step begins to cost more than reading the weights: 40 tokens
+# on this machine, some hundreds on a GPU.
 #
 # A curious thing is in the last column: cutting even saves time here, because the single tokens of those who write
 # travel for free in steps that are expensive anyway (Sarathi calls them *piggybacked*). What this simple clock leaves
@@ -371,8 +371,8 @@ print("same tokens as alone:", said["3"] == list(alone))
 # **What this proves.** The budget bounds the size of a step, and so the pause of everybody aboard. It is a promise to
 # those who write, paid by those who arrive. It changes no word.
 #
-# **Now change one thing:** let the newcomer come with 4,096 tokens: `late_arrival(2048, 4096)` (give the pool 300
-# blocks). What is the longest pause now, and why is it not four times as long?
+# **Now change one thing:** let the newcomer come with 4,096 tokens: `pause_and_ttft(late_arrival(2048, 4096))`. What is
+# the longest pause now, and why is it not four times as long?
 #
 # <details><summary>What happens</summary>
 #
@@ -384,7 +384,7 @@ print("same tokens as alone:", said["3"] == list(alone))
 #
 # Seats are not the only limit. Our engine has 18 blocks of 16 tokens. Four requests come with prompts of 62 tokens,
 # which is 4 blocks each, and write 12 tokens. 16 blocks for four prompts: all fit. But the third token that each writes
-# is the 65th, and needs a fifth block.
+# is its 65th, and needs a fifth block.
 #
 # **Predict.** How often is somebody preempted? Without preemptions, 4 × (62 + 11) = 292 tokens would be computed; how
 # many are? And are the words those that each would have written alone?
@@ -400,14 +400,257 @@ with watch(llm, batch_occupancy, memory_map) as full:
 
 # %%
 victims = [request for record in full for request in record.preempted]
-positions = [[output.request_id for output in together].index(victim) for victim in victims]
-alone = [llm.generate(crowd[i], writes(12), use_tqdm=False)[0] for i in sorted(set(positions))]
+place = [output.request_id for output in together].index(victims[0])  # 0 to 3
+alone = llm.generate(crowd[place], writes(12), use_tqdm=False)
 observe(guess, preemptions=len(victims), tokens_computed=sum(n for r in full for _, n in r.scheduled.values()),
-        same_words=texts(alone) == [texts(together)[i] for i in sorted(set(positions))])
+        same_words=texts(alone) == [texts(together)[place]])
 
 # %%
-print("preempted, counted from 0:", positions)
-for record in full:
-    if record.preempted:
-        print(f"step {record.step}: {record.waiting}")
+reasons = [record.waiting.get(victims[0], "runs") for record in full]
+print("who was preempted, counted from 0:", place)
+print("what it did from step 4 on:", list(dict.fromkeys(reasons[4:])))
 print("the simulator's plan:", plan(simulate([Job(62, 12)] * 4, num_blocks=19, **sizes)) == plan(full))
+
+# %% [markdown]
+# Follow it in the upper picture. The first two take their fifth blocks, 18 are given out, and then the third needs one.
+# Nothing is free. Who must go? **Not the one who asks, but the one who came last**: the fourth, which had computed its
+# prompt of 62 tokens and one more. All 63 are lost, and 292 + 63 = 355. Its words are not lost: they are a few token
+# ids, and are kept. It waits at the *front* of the queue until somebody leaves, computes prompt and words again in
+# chunks, and goes on where it was. In the picture this has a colour of its own.
+#
+# Why the last? Because it has the least to lose, and because those who came first should finish first. And nobody is
+# admitted in a step that preempts: the room is needed by those who are inside.
+#
+# **What this proves.** An engine may promise more memory than it has. If the bet is lost, it costs some work and one
+# request's time, and never a word.
+#
+# **Now change one thing:** let the four write 3 tokens instead of 12. How many preemptions?
+#
+# <details><summary>What happens</summary>
+#
+# None. The third token is the 65th, but it is the last: nobody computes it, so it needs no place. With 4 it begins, if
+# those who came first are still there.
+# </details>
+
+# %% [markdown]
+# ## Dial it in
+#
+# | knob | default in vLLM | what it does |
+# |---|---|---|
+# | `max_num_seqs` | 128 to 1,024, by machine and use | seats |
+# | `max_num_batched_tokens` | 2,048 to 16,384, by machine and use | token budget of a step |
+# | `enable_chunked_prefill` | on | off: a prompt is computed in one step, so the budget must be as large as `max_model_len` |
+# | `long_prefill_token_threshold` | 0: none | the largest chunk of one prompt, so that several can be loaded at once |
+# | `scheduling_policy` | `"fcfs"` | `"priority"`: the smallest number first, in the queue and at preemption |
+# | `gpu_memory_utilization` | 0.92 | the luggage room |
+#
+# Turn some of them. (Where nobody can turn anything, for instance on GitHub, you see one setting.) The made-up requests
+# arrive one after the other, 20 a second. Try *static batches*, then a pool of 12 blocks, then 0 arrivals a second,
+# which means all at once.
+
+# %%
+knobs()
+
+# %% [markdown]
+# **Fewer seats, fewer preemptions.** Sixteen requests, each with a prompt of 16 tokens and an answer of 48, in a pool
+# of 12 blocks. Each needs 4 in the end, so three fit without any risk. **Predict**: with how many seats are all 16 done
+# first: 2, 3, 4 or 8?
+
+# %% tags=["predict"]
+guess = predict(best_number_of_seats=None)
+
+# %% tags=["experiment"]
+steps = {}
+print("seats   steps   preemptions   tokens computed")
+for seats in (8, 4, 3, 2):
+    trace = simulate([Job(16, 48)] * 16, num_blocks=13, max_num_seqs=seats)
+    steps[seats] = len(trace)
+    tokens = sum(n for r in trace for _, n in r.scheduled.values())
+    print(f"{seats:5}{len(trace):8}{sum(len(r.preempted) for r in trace):14}{tokens:18,}")
+observe(guess, best_number_of_seats=min(steps, key=steps.get))
+
+# %% [markdown]
+# Eight, by a good margin over three: those who are young are small, and use the room until the others need it. It
+# computes a third more tokens, but they fit into steps that run anyway. So a preemption now and then is no fault. Many
+# of them mean that memory, and not the number of seats, is the limit. Then more seats only add work.
+
+# %% [markdown]
+# ## Where it bites you
+#
+# **1. "What is the right batch size?"** There is none to set. Whoever passes one is told so:
+
+# %%
+with expect_error(TypeError):
+    LLM(batch_size=4)
+
+# %% [markdown]
+# **2. "I call `generate` in a loop, and vLLM is slow."** A loop over single prompts is a bus with one passenger, and a
+# loop over lists of four is a tour bus: it is what the first cell of this page did. Give *all* prompts to one call. They
+# wait in the queue of the engine. (Offline inference does have a queue; some texts say that it has none.)
+#
+# **3. "Small requests slip through."** Not past the first in the queue. The second of these three needs 13 blocks, and
+# 10 to 12 are free. The third would need one, and waits behind it (*head-of-line blocking*):
+
+# %%
+blocked = simulate([Job(96, 30), Job(200, 4), Job(4, 4)], num_blocks=19, **sizes)
+print(batch_occupancy(blocked, -1).text)
+print(blocked.records[3].waiting)
+
+# %% [markdown]
+# That is meant. If small ones might overtake, a large one might wait for ever. Who wants it otherwise takes
+# `scheduling_policy="priority"`, and says who is important.
+#
+# **4. "A small budget is always good for latency."** Experiment 3, last lines of the table: the newcomer pays. And a
+# budget smaller than the prompts needs chunking. An engine must not accept the one without the other:
+
+# %%
+with expect_error(ValueError):
+    LLM(max_num_batched_tokens=64, max_model_len=256, enable_chunked_prefill=False)
+
+# %% [markdown]
+# **5. "No padding at all, then."** None between requests. But on a GPU vLLM replays recorded steps (*CUDA graphs*) of
+# certain batch sizes, and fills up to the next one; and the last block of each request has empty places.
+#
+# **6. "Continuous batching makes my one request faster."** It does not. Alone, a request has every step for itself, on
+# any bus. With others aboard a step takes a little longer. What falls is the time in the queue, and the price of a
+# token.
+#
+# **7. "The same prompt gives the same text, whoever else is aboard."** In exact arithmetic, yes, and in float32 it was
+# so on this page. In 16 bits sums are rounded differently in batches of different sizes, and a tie between two tokens
+# may fall the other way.
+
+# %% [markdown]
+# ## In production
+#
+# **What a full batch is worth.** The PagedAttention paper counted how many requests were in a step on average, for
+# OPT-13B, the same chats and the same GPU. All four systems batch continuously. Only memory differs:
+#
+# | | Orca, memory reserved for the longest | Orca, powers of two | Orca, if lengths were known | vLLM |
+# |---|---|---|---|---|
+# | requests in a step | 7.00 | 9.81 | 13.62 | 30.42 |
+#
+# So the two ideas need each other. Continuous batching can fill every seat, if there is memory for whoever sits there.
+# PagedAttention, the lesson before this one in the course, makes the room.
+#
+# **What the budget is worth.** Sarathi-Serve measured a 34B model, in seconds:
+#
+# | | first token, median | gap between tokens, 99 % are below |
+# |---|---|---|
+# | prompts and answers in one step, not cut | 0.53 | 0.68 |
+# | cut, but not mixed | 1.04 | 0.17 |
+# | cut and mixed, as on this page | 0.76 | 0.14 |
+#
+# It is our experiment 3 on a real GPU: a fifth of the pause, for half as much time again to the first token.
+#
+# | you serve | budget | why |
+# |---|---|---|
+# | a chat, tokens are read as they come | small: 512 to 2,048 | pauses are seen |
+# | a night's batch, nobody reads along | large: 8,192 and more | a pause hurts nobody |
+# | both on one GPU | small, and `priority` for the chat | the batch can wait |
+#
+# What to watch on a running vLLM:
+#
+# * `vllm:num_requests_running` at `max_num_seqs`, and `vllm:num_requests_waiting` above 0: seats are the limit
+# * `vllm:kv_cache_usage_perc` near 1, and requests wait: memory is the limit. More seats will not help
+# * `vllm:num_preemptions_total` rises steadily: too many seats for the memory
+# * `vllm:inter_token_latency_seconds`, the slowest percent: long prompts stall the others. Lower the budget
+# * `vllm:time_to_first_token_seconds` rises while the gaps are fine: the budget is too small, or the queue too long
+
+# %% [markdown]
+# ## Check yourself
+#
+# Answer aloud before you open. The dots say how hard it is: ● know it, ●● explain it, ●●● judge, ●●●● decide.
+#
+# **Recall**
+#
+# <details><summary>1. ● When may a request get on with static batching, when with continuous batching?</summary>
+#
+# When the whole batch before has finished; before every step.
+# </details>
+#
+# <details><summary>2. ● Which three things must be left for a waiting request to get on?</summary>
+#
+# A seat (`max_num_seqs`), some token budget (`max_num_batched_tokens`), and blocks in the pool. And nobody in front of
+# it in the queue.
+# </details>
+#
+# <details><summary>3. ● Which requests does the scheduler serve first in a step?</summary>
+#
+# Those that run. What is left of the budget goes to those who wait.
+# </details>
+
+# %% [markdown]
+# **Mechanics**
+#
+# <details><summary>4. ●● Two seats; answers of 2, 9, 3 and 4 tokens. How many steps, static and continuous?</summary>
+#
+# Static 9 + 4 = 13. Continuous 9: the seat of the 2 takes the 3 and then the 4, and 2 + 3 + 4 is 9 too.
+# </details>
+#
+# <details><summary>5. ●● Budget 256, six requests are writing, a prompt of 1,000 tokens comes. How many steps until its
+# first token?</summary>
+#
+# 250 are left for it in each step, so four.
+# </details>
+#
+# <details><summary>6. ●● A request of 500 tokens is preempted. What is lost, what is kept?</summary>
+#
+# Its K and V, so 500 tokens must be computed again (fewer if prefix caching still finds some of its blocks). Prompt and
+# answer so far are kept, and the user's text only pauses.
+# </details>
+#
+# <details><summary>7. ●● Why is no padding needed when requests of different lengths are in one step?</summary>
+#
+# Tokens lie in one flat row. Layers treat each token by itself; only attention must know which are together, and is
+# told where each request begins.
+# </details>
+
+# %% [markdown]
+# **Trade-off**
+#
+# <details><summary>8. ●●● What sets the ceiling of the gain over static batching, and for which work is there none?</summary>
+#
+# The longest of a batch against the mean. None if all answers are equally long, as when each is one token
+# (classification), or with one seat.
+# </details>
+#
+# <details><summary>9. ●●● In the table of experiment 2 the gain falls with 256 seats. Is that a reason to take
+# fewer?</summary>
+#
+# No: 256 seats still need the fewest steps. The gain falls because 1,024 requests are few for so many seats, and the
+# end is a long tail. Under steady traffic the seats are refilled.
+# </details>
+#
+# <details><summary>10. ●●●● Users of your chat report that texts stop for a second now and then. Since last week some
+# users upload documents. What do you do, and what will you tell those with the documents?</summary>
+#
+# Look at the slowest gaps between tokens, and at prompt lengths at those times. Lower `max_num_batched_tokens` until
+# the gap is bearable. The documents' first tokens come later; measure how much. If both must be fast, give documents an
+# engine of their own, or compute prompts on another GPU (*disaggregated prefill*).
+# </details>
+
+# %% [markdown]
+# ## Cheat sheet
+#
+# ```
+# static steps      = for each batch, its longest answer; all added up
+# continuous steps  = each answer goes to the seat that is free first; the last one to end
+# gain              between 1 (equal lengths, or one seat) and  mean of the longest of a batch / mean of all
+# a step            running ones first, one token each; then the waiting, while seats, budget and blocks last
+# longest pause     the time of the largest step, at most that of max_num_batched_tokens tokens
+# steps of a prompt = prompt / (budget - those who write), rounded up
+# preemption        the last who came loses its blocks; computed again later; the words stay the same
+# ```
+#
+# **Sources.** Iteration-level scheduling, selective batching, 36.9 times: Yu et al., *Orca: A Distributed Serving
+# System for Transformer-Based Generative Models*, OSDI 2022,
+# [USENIX](https://www.usenix.org/conference/osdi22/presentation/yu). Chunked prefill: Agrawal et al., *SARATHI*, 2023,
+# [arXiv 2308.16369](https://arxiv.org/abs/2308.16369), and *Taming Throughput-Latency Tradeoff in LLM Inference with
+# Sarathi-Serve*, OSDI 2024, [arXiv 2403.02310](https://arxiv.org/abs/2403.02310): the table is its Table 4 (Yi-34B,
+# ShareGPT), the budgets are from section 5.1. Requests in a step: Kwon et al., *Efficient Memory Management for Large
+# Language Model Serving with PagedAttention*, SOSP 2023, [arXiv 2309.06180](https://arxiv.org/abs/2309.06180), Figure
+# 13; mean lengths: Figure 11; preemption: section 4.5. Rounding in batches of different sizes, preemption, tuning: vLLM
+# documentation, [Optimization and Tuning](https://docs.vllm.ai/en/latest/configuration/optimization/) and
+# [Reproducibility](https://docs.vllm.ai/en/latest/usage/reproducibility/). Defaults: vLLM 0.33, read in its source.
+#
+# **Next** in the course: *Sampling parameters*, on how a token is chosen once its scores are there.
