@@ -77,10 +77,10 @@ with watch(llm, batch_occupancy) as static:
 # | it drives from one stop to the next | a **step**: the model runs once, and everybody aboard gets a token |
 # | at the stop | the **scheduler** decides who is in the next step |
 # | seats | `max_num_seqs` |
-# | how much may be loaded at one stop, so that it does not stand there for ever | `max_num_batched_tokens`, the **token budget** of a step |
+# | how much may be loaded at one stop | `max_num_batched_tokens`, the **token budget** of a step |
 # | somebody with forty suitcases loads a few at each stop | **chunked prefill**: a long prompt is computed in pieces |
 # | luggage room; each passenger's luggage grows with each stop | blocks of the **KV cache** |
-# | the luggage room is full: the last who got on must get off, leave the luggage, and is the first to get on again | **preemption**: the blocks are freed, K and V are computed again later |
+# | the room is full: the last who got on gets off, loses the luggage, is the next to get on | **preemption** |
 # | nobody pushes past the first in the queue | **first come, first served** |
 #
 # The paper that brought this to language models, Orca (2022), calls it *iteration-level scheduling*: decide after each
@@ -235,7 +235,7 @@ def continuous_steps(lengths, seats):
 
 rng = random.Random(0)
 chats = [min(2048, max(1, round(rng.lognormvariate(5.54, 0.755)))) for _ in range(NUM_REQUESTS)]
-print(f"mean {sum(chats) / len(chats):.0f}, half of them below {sorted(chats)[len(chats) // 2]}, longest {max(chats):,}")
+print(f"mean {sum(chats) / len(chats):.0f}, median {sorted(chats)[len(chats) // 2]}, longest {max(chats):,}")
 few = [length // 4 + 1 for length in chats[:48]]  # the scheduler agrees with the two functions:
 print(all(len(simulate([Job(4, n) for n in few], num_blocks=1000, max_num_seqs=8, static=rule is static_steps))
           == rule(few, 8) for rule in (static_steps, continuous_steps)))
@@ -274,13 +274,13 @@ for seats in (1, 4, 8, 16, 32, 64, 128, 256):
 #
 # **What this proves.** "Continuous batching is so many times faster" is a sentence about a workload, not about an
 # engine. Orca's famous 36.9 times (GPT-3 175B, against FasterTransformer, at equal latency) is a whole system against a
-# whole system. Steps alone, for these lengths, are between 2 and 4.
+# whole system. Steps alone, for these lengths and from 4 seats on, give 1.8 to 3.7.
 #
 # **Now change one thing:** sort the requests by length before static batching: `gain(sorted(chats), 32)`. What is left?
 #
 # <details><summary>What happens</summary>
 #
-# Almost nothing: each batch then has members of one length. Sorting is what people did before, with prompts. With
+# Nothing, 1.00: each batch then has members of nearly one length. Sorting is what people did before, with prompts. With
 # answers it cannot be done, because nobody knows their lengths before they are written.
 # </details>
 
@@ -291,8 +291,8 @@ for seats in (1, 4, 8, 16, 32, 64, 128, 256):
 # step, and from 40 tokens on 0.5 ms for each token (that is about a small model on a laptop). A budget of 2,048 takes
 # the whole prompt into one step. A budget of 64 cuts it.
 #
-# **Predict.** For how many milliseconds do the three hear nothing, at most, with a budget of 2,048? With 64? Over how
-# many steps is the prompt cut with 64? And the newcomer: does it get its first token *later* with 64?
+# **Predict.** For how many milliseconds do the three write nothing, at most, with a budget of 2,048? With 64? Over how
+# many steps is the prompt cut with 64? And the newcomer: is its *time to first token* (TTFT) longer with 64?
 
 # %% tags=["predict"]
 guess = predict(longest_pause_ms_2048=None, longest_pause_ms_64=None, steps_for_the_prompt_64=None,
@@ -323,7 +323,7 @@ timeline(whole, clock="seconds")
 timeline(cut, clock="seconds")
 
 # %% [markdown]
-# Each thin line is a token. In the first picture there is a hole in three rows: half a second of silence, because
+# Each thin line is a token, and ITL (*inter-token latency*) is the gap between two. In the first picture there is a hole in three rows: half a second of silence, because
 # somebody else came. In the second the tokens come a little slower for a while, and never stop.
 #
 # Who pays? The newcomer: each step spends a part of its budget on those who write, so the prompt is ready a little
@@ -424,12 +424,11 @@ print("the simulator's plan:", plan(simulate([Job(62, 12)] * 4, num_blocks=19, *
 # **What this proves.** An engine may promise more memory than it has. If the bet is lost, it costs some work and one
 # request's time, and never a word.
 #
-# **Now change one thing:** let the four write 3 tokens instead of 12. How many preemptions?
+# **Now change one thing:** let the four write 5 tokens instead of 12. How many preemptions?
 #
 # <details><summary>What happens</summary>
 #
-# None. The third token is the 65th, but it is the last: nobody computes it, so it needs no place. With 4 it begins, if
-# those who came first are still there.
+# None. The first has written its fifth token in step 4 and leaves, one step before the third needs a fifth block.
 # </details>
 
 # %% [markdown]
@@ -439,14 +438,14 @@ print("the simulator's plan:", plan(simulate([Job(62, 12)] * 4, num_blocks=19, *
 # |---|---|---|
 # | `max_num_seqs` | 128 to 1,024, by machine and use | seats |
 # | `max_num_batched_tokens` | 2,048 to 16,384, by machine and use | token budget of a step |
-# | `enable_chunked_prefill` | on | off: a prompt is computed in one step, so the budget must be as large as `max_model_len` |
+# | `enable_chunked_prefill` | on | off: a prompt in one step; then the budget must be at least `max_model_len` |
 # | `long_prefill_token_threshold` | 0: none | the largest chunk of one prompt, so that several can be loaded at once |
 # | `scheduling_policy` | `"fcfs"` | `"priority"`: the smallest number first, in the queue and at preemption |
 # | `gpu_memory_utilization` | 0.92 | the luggage room |
 #
 # Turn some of them. (Where nobody can turn anything, for instance on GitHub, you see one setting.) The made-up requests
 # arrive one after the other, 20 a second. Try *static batches*, then a pool of 12 blocks, then 0 arrivals a second,
-# which means all at once.
+# which means all at once. (One block of the pool is nobody's: 33 are 32.)
 
 # %%
 knobs()
@@ -485,7 +484,7 @@ with expect_error(TypeError):
 
 # %% [markdown]
 # **2. "I call `generate` in a loop, and vLLM is slow."** A loop over single prompts is a bus with one passenger, and a
-# loop over lists of four is a tour bus: it is what the first cell of this page did. Give *all* prompts to one call. They
+# loop over lists of four is a tour bus: it is what the start of this page did. Give *all* prompts to one call. They
 # wait in the queue of the engine. (Offline inference does have a queue; some texts say that it has none.)
 #
 # **3. "Small requests slip through."** Not past the first in the queue. The second of these three needs 13 blocks, and
@@ -540,7 +539,7 @@ with expect_error(ValueError):
 # | cut, but not mixed | 1.04 | 0.17 |
 # | cut and mixed, as on this page | 0.76 | 0.14 |
 #
-# It is our experiment 3 on a real GPU: a fifth of the pause, for half as much time again to the first token.
+# It is our experiment 3 on a real GPU: a fifth of the pause, and nearly half as much time again to the first token.
 #
 # | you serve | budget | why |
 # |---|---|---|
@@ -608,7 +607,8 @@ with expect_error(ValueError):
 # %% [markdown]
 # **Trade-off**
 #
-# <details><summary>8. ●●● What sets the ceiling of the gain over static batching, and for which work is there none?</summary>
+# <details><summary>8. ●●● What sets the ceiling of the gain over static batching? For which work is there
+# none?</summary>
 #
 # The longest of a batch against the mean. None if all answers are equally long, as when each is one token
 # (classification), or with one seat.
