@@ -39,9 +39,8 @@ from tutorial_engine.viz import batch_occupancy, knobs, memory_map, request_time
 # four. (The other settings matter later. `ignore_eos=True` makes each request write exactly as many tokens as we say.)
 
 # %%
-sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
-llm = LLM(dtype="float32", num_gpu_blocks_override=19, max_model_len=256, enable_prefix_caching=False,
-          generation_config="vllm", **sizes)
+sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "enable_prefix_caching": False}
+llm = LLM(dtype="float32", num_gpu_blocks_override=19, max_model_len=256, generation_config="vllm", **sizes)
 tokenizer = llm.get_tokenizer()
 
 
@@ -323,8 +322,9 @@ timeline(whole, clock="seconds")
 timeline(cut, clock="seconds")
 
 # %% [markdown]
-# Each thin line is a token, and ITL (*inter-token latency*) is the gap between two. In the first picture there is a hole in three rows: half a second of silence, because
-# somebody else came. In the second the tokens come a little slower for a while, and never stop.
+# Each thin line is a token, and ITL (*inter-token latency*) is the gap between two. In the first picture is a hole in
+# three rows: half a second of silence, because somebody else came. In the second the tokens come a little slower for
+# a while, and never stop.
 #
 # Who pays? The newcomer: each step spends a part of its budget on those who write, so the prompt is ready a little
 # later. Those who write always come first. Here is the whole curve:
@@ -462,7 +462,7 @@ guess = predict(best_number_of_seats=None)
 steps = {}
 print("seats   steps   preemptions   tokens computed")
 for seats in (8, 4, 3, 2):
-    trace = simulate([Job(16, 48)] * 16, num_blocks=13, max_num_seqs=seats)
+    trace = simulate([Job(16, 48)] * 16, num_blocks=13, max_num_seqs=seats, enable_prefix_caching=False)
     steps[seats] = len(trace)
     tokens = sum(n for r in trace for _, n in r.scheduled.values())
     print(f"{seats:5}{len(trace):8}{sum(len(r.preempted) for r in trace):14}{tokens:18,}")
@@ -470,8 +470,8 @@ observe(guess, best_number_of_seats=min(steps, key=steps.get))
 
 # %% [markdown]
 # Eight, by a good margin over three: those who are young are small, and use the room until the others need it. It
-# computes a third more tokens, but they fit into steps that run anyway. So a preemption now and then is no fault. Many
-# of them mean that memory, and not the number of seats, is the limit. Then more seats only add work.
+# computes nearly 40 % more tokens, but they fit into steps that run anyway. So a preemption now and then is no fault.
+# Many of them mean that memory, and not the number of seats, is the limit. Then more seats only add work.
 
 # %% [markdown]
 # ## Where it bites you
