@@ -554,6 +554,12 @@ with expect_error(ValueError):
 # * `vllm:num_preemptions_total` rises steadily: too many seats for the memory
 # * `vllm:inter_token_latency_seconds`, the slowest percent: long prompts stall the others. Lower the budget
 # * `vllm:time_to_first_token_seconds` rises while the gaps are fine: the budget is too small, or the queue too long
+#
+# ### Exercise: a city bus of your own (25 minutes)
+#
+# Count the steps for any list of lengths, and write the plan of a step, in
+# [a notebook of its own](../../exercises/1_core_concepts/04_continuous_batching.ipynb). A check looks at your code and
+# says what to look at next; it needs no model.
 
 # %% [markdown]
 # ## Check yourself

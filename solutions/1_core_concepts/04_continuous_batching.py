@@ -7,8 +7,8 @@
 # - plan a step: who gets how many tokens out of one budget
 # - see what your plan does with a long prompt, and what a smaller budget changes
 #
-# 25 minutes · difficulty ●●○ · after [Continuous batching](../../notebooks/1_core_concepts/04_continuous_batching.ipynb)
-# · needs no GPU and no model; plain Python.
+# 25 minutes · difficulty ●●○ · after [the lesson](../../notebooks/1_core_concepts/04_continuous_batching.ipynb) · needs
+# no GPU and no model; plain Python.
 
 # %%
 from tutorial_engine.exercises import continuous_batching as course
@@ -173,8 +173,7 @@ def continuous_steps(lengths, seats):
 course.check_continuous_steps(continuous_steps)
 
 # %% [markdown] tags=["solution"]
-# **All or nothing**: a prompt gets on only if it fits as a whole. With a prompt that is larger than the budget, it never
-# does.
+# **All or nothing**: a prompt gets on only if it fits as a whole. A prompt that is larger than the budget never does.
 
 # %% tags=["wrong"]
 def plan_step(running, waiting, budget, seats):

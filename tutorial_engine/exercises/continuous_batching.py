@@ -45,7 +45,7 @@ def check_continuous_steps(answer: Answer) -> None:
     answer([3, 4], 1).gives(7, "a single seat: one after the other.")
     answer([3, 5], 2).gives(5, "two seats: both write at the same time, and the longer one ends last.")
     answer([3, 9, 4, 2], 2).gives(
-        9, "the moment when the 3 is done: its seat is free in step 3, and the 4 takes it at once, while the 9 goes on.")
+        9, "the seat of the 3: it is free in step 3, and the 4 takes it at once, while the 9 goes on.")
     answer([2, 9, 3, 8], 2).gives(
         13, "the last request. It gets on in step 5, where the 3 leaves, and writes its 8 tokens from there.")
     answer([5, 5, 1], 4).gives(5, "more seats than requests: some stay empty.")
