@@ -10,8 +10,9 @@ Workloads (EOS ignored, max_model_len 4096, bfloat16, all requests submitted at 
     shared-prefix  256 prompts of 2048 shared and 128 own tokens, 64 greedy tokens each           -> output tokens/s
 
 The limit: each step reads all weights, and K and V of every live token, at the bandwidth of a large copy; prompt tokens
-cost two operations per weight at the rate of a big product. Nobody can be faster than that with these numbers; what is
-missing is launches, Python, and kernels that leave bandwidth unused, which the breakdown of a step tells apart.
+cost two operations per weight at the rate of a big product. Only a shared prefix can be read faster: the card's own
+cache serves several requests with one read. What is missing is launches, Python, and kernels that leave bandwidth
+unused, which the breakdown of a step tells apart. Each figure is the best of `--repeats` runs.
 """
 
 from __future__ import annotations

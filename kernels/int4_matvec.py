@@ -9,9 +9,10 @@
 Low and high halves are two plain runs of weights, so nothing has to be woven together: each is multiplied with its own
 run of x. This is also the order of llama.cpp's Q4_1, so a file of that kind could be used as it lies.
 
-A weight is off by s / 2 at most, as it lies between its group's extremes; whole rows (as in `int8_matvec`) would be
+A weight is off by about s / 2 at most, as it lies between its group's extremes (a bit more where float16 rounds the
+minimum); whole rows (as in `int8_matvec`) would be
 too coarse for 16 steps (groups: Frantar et al., arXiv 2210.17323, section 4; Lin et al., arXiv 2306.00978).
-How the work is divided is the same as in `int8_matvec`. Twin: `torch_int4_matvec`.
+How the work is divided is the same as in `int8_matvec`; like it, no model uses this yet. Twin: `torch_int4_matvec`.
 """
 
 from __future__ import annotations

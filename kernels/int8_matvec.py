@@ -12,7 +12,7 @@ once, to its finished sum ("W8A16"; LLM.int8(), Dettmers et al., arXiv 2208.0733
 * Without them (Triton has none to offer there): multiply and sum, four rows of x at a time.
 * Small matrices are cut along the input too, or most of the GPU would idle; the parts are summed by a second kernel.
 
-For more rows than 16 this is the wrong tool: arithmetic counts then. Twin: `torch_int8_matvec`.
+For more rows than 16 this is the wrong tool: arithmetic counts then. No model uses it yet. Twin: `torch_int8_matvec`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ Reading costs one multiplication per token, not per number, since a scale can be
 int8 has evenly spaced steps, and every GPU can read it. float8 has 3 bits of mantissa: worse for the large numbers of a
 vector, better for the small ones; it needs compute capability 8.9.
 
-Here are the pieces: `rope_kv_write` writes, `decode_attention` and `prefill_attention` read. Twins: `quantize_kv`,
+Here are the pieces: `rope_kv_write` writes, `decode_attention` and `prefill_attention` read; the engine does not ask
+for it yet. Twins: `quantize_kv`,
 `dequantize_kv`.
 """
 

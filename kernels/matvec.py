@@ -4,7 +4,7 @@
          |
          +-- norm:   x + residual, RMSNorm        qkv and gate/up projection
          +-- silu:   silu(gate) * up              down projection
-         +-- plain                                output projection, LM head
+         +-- plain                                output projection
 
 A program takes a few rows of W and the whole of x. Everything that f does to x is done again by each program, while it
 waits for W: cheaper than a launch of its own, because x comes from the cache and W does not. A norm's scale is a single
@@ -12,7 +12,8 @@ number, so it is applied to the sums at the end, and the row is passed over once
 
     sum_k (x_k * scale * norm_k) W_nk = scale * sum_k (x_k * norm_k) W_nk
 
-With more rows a tile of W is worth loading into a tensor core, and cuBLAS does that better. Twin: `torch_matvec`.
+With more rows a tile of W is worth loading into a tensor core, and cuBLAS does that better; for an LM head it is as
+good. Twin: `torch_matvec`.
 """
 
 from __future__ import annotations

@@ -270,6 +270,9 @@ class EngineConfig:
         if not chunked and budget < max_model_len:
             _fail("max_num_batched_tokens", budget, f"must be at least max_model_len={max_model_len} when "
                   "enable_chunked_prefill=False, since a prompt may not be split over steps")
+        ahead = args.async_scheduling
+        if ahead is None:
+            ahead = device == "cuda" and not args.enforce_eager
         if args.long_prefill_token_threshold > max_model_len:
             _fail("long_prefill_token_threshold", args.long_prefill_token_threshold,
                   f"must not be larger than max_model_len={max_model_len}")
@@ -277,8 +280,7 @@ class EngineConfig:
                    block_size=args.block_size or DEFAULT_BLOCK_SIZE, max_num_batched_tokens=budget,
                    max_num_seqs=max_num_seqs, enable_prefix_caching=args.enable_prefix_caching is not False,
                    enable_chunked_prefill=chunked,
-                   async_scheduling=device == "cuda" and not args.enforce_eager if args.async_scheduling is None
-                   else args.async_scheduling)
+                   async_scheduling=ahead)
 
     def with_max_model_len(self, max_model_len: int) -> EngineConfig:
         return dataclasses.replace(self, max_model_len=max_model_len)

@@ -39,8 +39,8 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def forward_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Numbers of tokens: multiples of 16, then eight to an octave, so that at most an eighth is padding; ending exactly
-    at `max_num_batched_tokens`."""
+    """Numbers of tokens: multiples of 16, then eight to an octave, so that at most an eighth is padding, or 15 tokens;
+    ending exactly at `max_num_batched_tokens`."""
     sizes, size = [], 16
     while size < max_num_batched_tokens:
         sizes.append(size)
@@ -50,20 +50,28 @@ def forward_sizes(max_num_batched_tokens: int) -> list[int]:
 
 class FixedBuffer:
     """A buffer that graphs read, and the way into it: through pinned memory, so that the copy waits for the GPU and not
-    the host; through two in turn, because the GPU may still read what belongs to the step before."""
+    the host; through two in turn, because the GPU may still copy what belongs to the step before. An event after each
+    copy says when its memory may be written again."""
 
     def __init__(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
         self.device = torch.zeros(num_elements, dtype=dtype, device=device)
-        self._host = deque(torch.zeros(num_elements, dtype=dtype, pin_memory=device.type == "cuda") for _ in range(2))
+        on_gpu = device.type == "cuda"
+        self._host = deque((torch.zeros(num_elements, dtype=dtype, pin_memory=on_gpu),
+                            torch.cuda.Event() if on_gpu else None) for _ in range(2))
 
     def fill(self, columns: np.ndarray | Sequence[np.ndarray], size: int, padding: Sequence[int]) -> None:
         """Write [k, n] numbers as the [k, size] that `view` shows. padding: for columns n.., a number per row."""
         self._host.rotate()
+        host, copied = self._host[0]
+        if copied is not None:
+            copied.synchronize()
         k, n = len(padding), len(columns[0])
-        table = self._host[0][:k * size].view(k, size).numpy()
+        table = host[:k * size].view(k, size).numpy()
         table[:, :n] = columns
         table[:, n:] = np.array(padding)[:, None]
-        self.device[:k * size].copy_(self._host[0][:k * size], non_blocking=True)
+        self.device[:k * size].copy_(host[:k * size], non_blocking=True)
+        if copied is not None:
+            copied.record()
 
     def view(self, k: int, size: int) -> torch.Tensor:
         """[k, size] on the device."""

@@ -80,9 +80,10 @@ class LLMEngine:
     tables and why someone waits.
 
     Attributes:
-        last_plan: what the scheduler decided for the last step; None before the first.
-        listeners: called after each step with (scheduler, plan, tables, kept tokens); see `trace.Trace`. One that
-            raises is reported in the log and dropped: a broken picture must not cost an answer.
+        last_plan: what the scheduler decided for the newest step; None before the first.
+        listeners: called after each step that began since they were added, with (scheduler, plan, tables, kept tokens);
+            see `trace.Trace`. One that raises is reported in the log and dropped: a broken picture must not cost an
+            answer.
     """
 
     def __init__(self, config: EngineConfig, model_runner: Any, tokenizer: Any, vocab_size: int,
@@ -176,7 +177,8 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step for everyone who can run, and return what became ready.
+        """Compute one step for everyone who can run, and return what became ready. With async scheduling the step after
+        it has begun by then.
 
         Raises:
             EngineGenerateError: the model failed; the requests of this step are ended, the others can go on.
@@ -194,7 +196,8 @@ class LLMEngine:
     def _start_step(self, interrupts: HeldInterrupts) -> None:
         """Plan a step and have the model runner begin with it."""
         plan = self.scheduler.schedule()
-        self.last_plan = plan
+        if plan.scheduled or not self._in_flight:
+            self.last_plan = plan
         if not plan.scheduled:
             self.scheduler.discard_step(plan)
             self._check_progress(plan)
@@ -204,6 +207,7 @@ class LLMEngine:
                 pending = self.model_runner.execute_model(plan)
         except BaseException as error:
             self._fail_steps([plan], error)
+            return
         listeners = list(self.listeners)  # another thread may add one meanwhile; it hears of the next step
         self._in_flight.append(StepInFlight(plan, pending, listeners, self._block_tables() if listeners else {}))
 
@@ -266,8 +270,8 @@ class LLMEngine:
         if not ended:
             logger.error("A step failed whose requests were all ended already.", exc_info=error)
             return
-        raise EngineGenerateError(f"The model failed in a step of {len(plans[0].scheduled)} request(s), which are "
-                                  f"ended: {type(error).__name__}: {error}", [p.request_id for p in parents], outputs
+        raise EngineGenerateError(f"The model failed in a step of {len(ended)} request(s), which are ended: "
+                                  f"{type(error).__name__}: {error}", [p.request_id for p in parents], outputs
                                   ) from error
 
     def _check_progress(self, plan: SchedulerOutput) -> None:

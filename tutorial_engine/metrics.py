@@ -184,8 +184,9 @@ class StatLogger:
         self._record_state(scheduler)
         if plan is not None:
             self._step_tokens.observe(plan.total_num_scheduled_tokens)
-            self._preemptions.inc(len(plan.preempted))
-            self._interval_preemptions += len(plan.preempted)
+        num_preemptions = scheduler.take_num_preemptions()
+        self._preemptions.inc(num_preemptions)
+        self._interval_preemptions += num_preemptions
         self._prompt.inc(stats.num_prompt_tokens)
         self._prompt_cached.inc(stats.num_cached_tokens)
         self._generation.inc(stats.num_generation_tokens)

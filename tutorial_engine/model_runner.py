@@ -1,7 +1,7 @@
 """The model runner: turns a plan (`SchedulerOutput`) into tensors, runs the model once, samples once.
 
     scheduled    a: tokens 0..5 (prefill)     b: token 89 (decode)     c: tokens 16..31 (chunk)
-    input_ids    [ a a a a a a | b | c ... c ]        one flat batch, no padding
+    input_ids    [ a a a a a a | b | c ... c ]        one flat batch, no padding (but a CUDA graph's, at the end)
     positions    [ 0 1 2 3 4 5 | 89| 16 .. 31]
     slot_mapping [ table of a  | .. | table of c ]    block * block_size + offset
     logits rows  [           x | x |         x ]      only where a request reaches its last known token
@@ -41,7 +41,7 @@ class ModelRunnerOutput:
 
     Attributes:
         sampled_token_ids: request id -> new tokens; only requests that reached their last known token.
-        logprobs: request id -> (row, LogprobsLists) for the new token, if any request of the step asked.
+        logprobs: of the new tokens, a row for each entry of `sampled_token_ids`, if any request of the step asked.
         prompt_logprobs: request id -> logprobs of the prompt tokens that this step's chunk predicts.
     """
 
@@ -139,6 +139,8 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.use_kernels = self._can_use_kernels()
         self.use_prefill_kernel = self.use_kernels and torch.cuda.get_device_capability() >= (8, 0)
+        # On a GPU without kernels the host draws each token, so that there is nothing to run ahead of.
+        self.runs_ahead = config.async_scheduling and (self.use_kernels or self.device.type == "cpu")
         self.input_batch = InputBatch(config.max_num_seqs, cdiv(config.max_model_len, config.block_size), self.device,
                                       self.use_kernels)
         reserved = self._activation_bytes() + self._graph_bytes()
@@ -176,7 +178,7 @@ class ModelRunner:
         if sampled is None or not plain:
             sampled, result.logprobs = self._sample(logits, batch, sampling, plain)
         ids = [batch.steps[i].request.request_id for i in sampling]
-        if plain and self.config.async_scheduling:
+        if plain and self.runs_ahead:
             return AsyncModelRunnerOutput(result, ids, sampled)
         result.sampled_token_ids = {i: [t] for i, t in zip(ids, sampled.tolist())}
         return result
@@ -190,8 +192,8 @@ class ModelRunner:
             # owner. Kernels do not read it.
             tails = [s.new_block_ids[-1] for s in steps
                      if s.new_block_ids and (s.start + s.num_tokens) % self.config.block_size]
-            if tails:
-                self.kv_cache.clear(to_device(np.array(tails), self.device))
+            if tails:  # and the null block, which short tables are padded with, and which padding writes to
+                self.kv_cache.clear(to_device(np.array([0, *tails]), self.device))
         start, num_tokens, samples = zip(*((s.start, s.num_tokens, s.samples) for s in steps))
         return RaggedBatch(steps, rows, np.array(start, dtype=np.int64), np.array(num_tokens, dtype=np.int64),
                            np.array(samples, dtype=bool))

@@ -161,8 +161,10 @@ class OutputProcessor:
             state.stats.scheduled_ts = state.stats.scheduled_ts or plan.time
             if internal_id in result.prompt_logprobs:
                 state.add_prompt_logprobs(result.prompt_logprobs[internal_id], scheduled.start)
-        for row, (internal_id, token_ids) in enumerate(kept.items()):
-            state = self.states[internal_id]
+        for row, internal_id in enumerate(result.sampled_token_ids):
+            if internal_id not in kept:
+                continue  # it was ended while the step was in flight
+            state, token_ids = self.states[internal_id], kept[internal_id]
             if self._take_tokens(state, token_ids, now):
                 stopped.append(internal_id)
             if result.logprobs is not None and state.logprobs is not None and token_ids:

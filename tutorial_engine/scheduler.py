@@ -115,6 +115,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue(self.policy)
         self.running: list[Request] = []
+        self._num_preemptions = 0
         # Finished or preempted, for the runner to forget: the next plan says so.
         self.dropped_req_ids: list[str] = []
 
@@ -132,13 +133,16 @@ class Scheduler:
         nobody knows yet which they are.
         """
         out = SchedulerOutput(budget_left=self.config.max_num_batched_tokens)
-        self._schedule_running(out)
+        blocks_come_back = self._schedule_running(out)
         # Only now is it certain that these are computed in this step: their blocks may be found from here on.
         for s in out.scheduled.values():
             self.kv_cache_manager.cache_blocks(s.request, s.start + s.num_tokens)
         if out.preempted:
             out.waiting_reasons.update((r.request_id, "preempted in this step") for r in out.preempted)
             out.waiting_reasons.setdefault(self.waiting.peek().request_id, "nobody is admitted in a step that preempts")
+        elif blocks_come_back:
+            if self.waiting:
+                out.waiting_reasons[self.waiting.peek().request_id] = "blocks come back with the step in flight"
         else:
             self._schedule_waiting(out)
         for s in out.scheduled.values():
@@ -148,7 +152,9 @@ class Scheduler:
         out.dropped_req_ids, self.dropped_req_ids = self.dropped_req_ids, []
         return out
 
-    def _schedule_running(self, out: SchedulerOutput) -> None:
+    def _schedule_running(self, out: SchedulerOutput) -> bool:
+        """True if someone waits for blocks that the step in flight is about to give back: better that than to take
+        another's away."""
         i = 0
         while i < len(self.running) and out.budget_left > 0:
             request = self.running[i]
@@ -160,6 +166,8 @@ class Scheduler:
             num_new = min(self._cap(num_wanted), out.budget_left)
             new_blocks = self.kv_cache_manager.allocate_slots(request, num_new)
             while new_blocks is None:
+                if self._someone_ends_in_flight():
+                    return True
                 victim = self._pick_victim()
                 i -= self.running.index(victim) < i
                 self._preempt(victim, out)
@@ -169,6 +177,11 @@ class Scheduler:
             else:
                 self._add(out, request, num_new, new_blocks, is_first=False, samples=num_new == num_wanted)
                 i += 1
+        return False
+
+    def _someone_ends_in_flight(self) -> bool:
+        return any(r.num_output_placeholders and r.is_full(self.config.max_model_len, r.num_output_placeholders)
+                   for r in self.running)
 
     def _schedule_waiting(self, out: SchedulerOutput) -> None:
         kv = self.kv_cache_manager
@@ -229,9 +242,15 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
+        self._num_preemptions += 1
         self.dropped_req_ids.append(request.request_id)
         self.waiting.put_back(request)
         out.preempted.append(request)
+
+    def take_num_preemptions(self) -> int:
+        """Preemptions since the last call, those of plans that were never carried out included."""
+        taken, self._num_preemptions = self._num_preemptions, 0
+        return taken
 
     def update_from_output(self, out: SchedulerOutput, sampled_token_ids: dict[str, list[int]]) -> dict[str, list[int]]:
         """Append what was sampled, and finish those that are done.
@@ -256,10 +275,19 @@ class Scheduler:
                     self._remove(request)
                     break
                 new.append(token_id)
-                if request.append_output_token(token_id, self.config.max_model_len):
+                is_finished = request.append_output_token(token_id, self.config.max_model_len)
+                self._cache_filled_block(request)
+                if is_finished:
                     self._remove(request)
                     break
         return kept
+
+    def _cache_filled_block(self, request: Request) -> None:
+        """A block that ends with a token which was in flight when its step was planned could not be named then."""
+        kv = self.kv_cache_manager
+        if request.request_id in kv.req_to_blocks:  # else it was preempted meanwhile
+            kv.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
+            kv.take_newly_cached()  # the model has filled it already
 
     def discard_step(self, out: SchedulerOutput) -> None:
         """The step was not run: whatever was planned is not in the cache. Finish its requests as errors."""

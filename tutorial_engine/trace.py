@@ -125,7 +125,7 @@ class Trace:
         scheduled = plan.scheduled.values()
         hashed = set(itertools.chain.from_iterable(pool.cached_block_hash_to_block.values()))
         self.records.append(StepRecord(
-            step=len(self.records), started=round(plan.time - self._began, 6),
+            step=self.records[-1].step + 1 if self.records else 0, started=round(plan.time - self._began, 6),
             time=round(self._clock() - self._began, 6),
             budget=scheduler.config.max_num_batched_tokens, budget_left=plan.budget_left,
             arrived=self._newcomers(scheduler, plan),
@@ -150,6 +150,27 @@ class Trace:
         self._seen.update(new)
         return {public_id(i): [round(r.arrival_time - self._began_on_the_wall, 6), r.num_prompt_tokens]
                 for i, r in new.items()}
+
+    def forget(self, keep: int) -> None:
+        """Drop all records but the last `keep`. What the others say about the present, the first one kept says from
+        here on: blocks that can be found, lengths and arrivals of the requests that it names."""
+        dropped, records = self.records[:-keep], self.records[-keep:]
+        if dropped:
+            first = records[0]
+            present = {*first.scheduled, *first.running, *first.waiting, *first.tables, *first.finished}
+            hashed: set[int] = set()
+            lengths: dict[str, int] = {}
+            arrived: dict[str, list[float]] = {}
+            for record in [*dropped, first]:
+                hashed = (hashed | set(record.hashed)) - set(record.unhashed)
+                lengths |= record.lengths
+                arrived |= record.arrived
+            records[0] = dataclasses.replace(
+                first, hashed=sorted(hashed), unhashed=[], lengths={i: n for i, n in lengths.items() if i in present},
+                arrived={i: when for i, when in arrived.items() if i in present})
+            unfinished = {*records[-1].running, *records[-1].waiting}
+            self._seen = {i for i in self._seen if public_id(i) in unfinished}
+        self.records = records
 
     def save(self, path: str | Path) -> None:
         """Write the trace as JSON, compressed if the name ends in ".gz". Perfetto's format: see `export_perfetto`."""

@@ -33,7 +33,7 @@ TOPICS = {
     "The server's routes": numbered("R", 1, 10),
     "What clients may ask for": numbered("Q", 1, 10),
     "What the server answers": numbered("W", 1, 14),
-    "Metrics": numbered("N", 1, 3),
+    "Metrics and benchmarks": numbered("N", 1, 5),
 }
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 from typing import Any
 from unittest import mock
 
@@ -11,9 +14,11 @@ import openai
 import pytest
 
 import tutorial_engine
-from tests.api.support import byte_ids, byte_tokenizer, scripted_engine
+from tests.api.support import byte_ids, byte_tokenizer, scripted_engine, scripted_llm
 from tests.conformance.registry import DIFFERS, NOT_HERE, SAME, row
 from tests.server.support import LETTERS, Live, events, ids, serve, serve_letters
+from tutorial_engine.bench import offline
+from tutorial_engine.bench.workload import random_jobs
 from tutorial_engine.server import cli
 from tutorial_engine.server.serving import ServerOptions
 
@@ -481,3 +486,28 @@ def histograms() -> None:
             assert found[f"vllm:{name}_count"] == 1
         assert found["vllm:inter_token_latency_seconds_count"] == 2 and found["vllm:iteration_tokens_total_count"] == 3
         assert 'engine="0",model_name="letters"' in live.http.get("/metrics").text
+
+
+@row("N4", "bench serve", DIFFERS)
+def bench_serve(letters: Live) -> None:
+    """`tutorial-engine bench serve` prints vLLM's table, from the same measures, and saves them under its names.
+    --request-rate takes several rates, for a sweep; prompts are random tokens of the server, and fewer and shorter
+    unless said."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        cli.main(["bench", "serve", "--base-url", letters.url, "--num-prompts", "2", "--input-len", "8", "--output-len",
+                  "4", "--ignore-eos", "--goodput", "ttft:60000", "--disable-tqdm"])
+    for words in ("Successful requests:                     2", "Total input tokens:                      16",
+                  "Request goodput (req/s):", "Mean TTFT (ms):", "Median TPOT (ms):", "P99 ITL (ms):"):
+        assert words in printed.getvalue()
+
+
+@row("N5", "bench throughput, bench latency", DIFFERS)
+def bench_offline() -> None:
+    """They print vLLM's lines. Prompts are random tokens; throughput takes fewer and shorter ones unless said, latency
+    empties the prefix cache before each batch."""
+    llm = scripted_llm(LETTERS, ids("a"))
+    jobs = random_jobs(range(2, 60), 3, 8, 4, 0.0, 0, 0)
+    text = offline.throughput_text(offline.throughput(llm, jobs))
+    assert re.match(r"Throughput: [\d.]+ requests/s, [\d.]+ total tokens/s, [\d.]+ output tokens/s\n", text)
+    text = offline.latency_text(offline.latency(llm, jobs, 1, 2))
+    assert re.match(r"Avg latency: [\d.e-]+ seconds\n10% percentile latency: [\d.e-]+ seconds\n25%", text)

@@ -372,8 +372,9 @@ class Workload:
         if plan.budget_left:
             done = [r for r in running if r.request_id not in plan.scheduled
                     and r.is_full(self.max_model_len, r.num_output_placeholders)]
-            assert [s.request for s in scheduled] == [r for r in running if r not in done], (
-                "budget is left, but a running request got nothing")
+            # While someone ends in flight, others may wait for his blocks.
+            ready = [r for r in running if r not in done]
+            assert done or [s.request for s in scheduled] == ready, "budget is left, but a running request got nothing"
         if waiting:
             assert waiting[0].request_id in plan.waiting_reasons, "the first in line waits for no reason"
         by_arrival = [r.arrival_time for r in [*running, *waiting]]

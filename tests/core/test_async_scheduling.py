@@ -221,3 +221,47 @@ def test_preempted_by_a_reset_while_a_token_is_in_flight() -> None:
     assert engine.reset_prefix_cache(reset_running_requests=True)
     assert run(engine)["a"] == [103, 104, 105, 106]
     assert_clean(engine)
+
+
+def test_who_ended_meanwhile_takes_no_other_ones_logprobs(llama: Path) -> None:
+    """A step in flight whose second row asks for logprobs, and whose first row ends before it is in the books."""
+    said = []
+    for ahead in (False, True):
+        with make_llm(llama, async_scheduling=ahead) as llm:
+            engine, values = llm.llm_engine, {}
+            engine.add_request("plain", PROMPTS[3], make_params(3, detokenize=False))
+            engine.step()
+            engine.add_request("asks", PROMPTS[5], make_params(3, detokenize=False, logprobs=2))
+            while engine.has_unfinished_requests():
+                values.update((o.request_id, o.outputs[0]) for o in engine.step())
+            asks = values["asks"]
+            assert all(token in entry for token, entry in zip(asks.token_ids, asks.logprobs, strict=True))
+            said.append([{t: round(e.logprob, 3) for t, e in entry.items()} for entry in asks.logprobs])
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_last_full_block_of_an_answer_is_found_by_the_next_turn(ahead: bool) -> None:
+    config = make_config(async_scheduling=ahead)
+    engine = LLMEngine(config, (LateRunner if ahead else FakeRunner)(65, 64, lambda r: 9), FakeTokenizer(), 1000, {})
+    engine.add_request("a", [1, 2, 3], make_params(2))
+    run(engine)
+    engine.add_request("b", [1, 2, 3, 9, 9, 5], make_params(1))
+    output = None
+    while engine.has_unfinished_requests():
+        output = (engine.step() or [output])[0]
+    assert output.num_cached_tokens == 4
+
+
+def test_nobody_is_preempted_for_blocks_that_come_back_with_the_step_in_flight() -> None:
+    """Six blocks: "a" ends in flight with three, "b" needs a fourth."""
+    engine = LLMEngine(make_config(24, async_scheduling=True, disable_log_stats=False, num_gpu_blocks_override=7,
+                                   scheduler_reserve_full_isl=False),
+                       LateRunner(7, 24, lambda r: 9), FakeTokenizer(), 1000, {})
+    engine.add_request("a", list(range(10)), make_params(3))
+    engine.add_request("b", list(range(50, 60)), make_params(6))
+    assert {i: len(ids) for i, ids in run(engine).items()} == {"a": 3, "b": 6}
+    assert not any(plan.preempted for plan in engine.model_runner.plans)
+    assert "last step computed 1 of" in repr(engine)
+    (preemptions,) = (m.value for m in engine.get_metrics() if m.name == "vllm:num_preemptions")
+    assert preemptions == 0

@@ -102,8 +102,8 @@ def _against_the_whole(answer: Answer, seed: int, heads: int, kv_heads: int) -> 
     tokens, dim = 5, 4
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(n, tokens, dim, generator=generator) for n in (heads, kv_heads, kv_heads))
-    whole = F.scaled_dot_product_attention(
-        query, *(x.repeat_interleave(heads // kv_heads, dim=0) for x in (key, value)), is_causal=True)
+    keys, values = (x.repeat_interleave(heads // kv_heads, dim=0) for x in (key, value))
+    whole = F.scaled_dot_product_attention(query, keys, values, is_causal=True)
     cache = answer.make("cache", kv_heads, dim)
     for t in range(tokens):
         cache.call("append", key[:, t], value[:, t]).works()

@@ -77,7 +77,8 @@ class DecoderLayer(nn.Module):
 
     def forward_fused(self, delta: torch.Tensor, residual: torch.Tensor, step: FusedStep
                       ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same on a GPU with Triton's kernels: five launches besides the four products, or three for one token.
+        """The same on a GPU with Triton's kernels: five launches besides the four products, or three for one
+        token, and one more where attention is split.
 
         Args:
             delta: what the layer before has to add to the residual stream. residual: that stream, which may be changed

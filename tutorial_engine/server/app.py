@@ -29,13 +29,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import tutorial_engine
 from tutorial_engine.async_llm import AsyncLLM
 from tutorial_engine.exceptions import EngineDeadError
-from tutorial_engine.server import admin, chat, completions, tokenize
+from tutorial_engine.server import admin, chat, completions, dashboard, tokenize
 from tutorial_engine.server.errors import add_handlers, error_body, json_response
 from tutorial_engine.server.serving import ServerOptions, Serving
 
 MAX_BODY_BYTES = 10 * 2**20  # more than any prompt that fits a context
 GUARDED = ("/v1", "/v2", "/inference", "/cohere")  # what needs a key, if there is one; and the levers of `admin.py`
-UNCOUNTED = ("/metrics", "/health", "/load", "/ping", "/version")  # asked for all the time, by other machines
+# asked for all the time, by other machines and pages
+UNCOUNTED = ("/metrics", "/health", "/load", "/ping", "/version", "/dashboard/state")
 _SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _LEVERS = {getattr(route, "path", None) for route in admin.dev_router.routes}
 LOG_CHECK_S = 1.0  # how often the server looks whether a line of statistics is due
@@ -50,7 +51,8 @@ def build_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     options = options or ServerOptions()
     app = FastAPI(title="tutorial-engine", version=tutorial_engine.__version__, lifespan=_lifespan)
     app.state.serving = Serving(llm, options)
-    routers = [completions.router, chat.router, tokenize.router, admin.router]
+    app.state.dashboard = dashboard.Dashboard(llm, app.state.serving.names[0])
+    routers = [completions.router, chat.router, tokenize.router, admin.router, dashboard.router]
     if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
         routers.append(admin.dev_router)
     for router in routers:

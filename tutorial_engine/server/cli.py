@@ -1,4 +1,4 @@
-"""The command line: ``tutorial-engine serve MODEL --max-model-len 2048 ...``.
+"""The command line: ``tutorial-engine serve MODEL --max-model-len 2048 ...``, ``tutorial-engine bench serve ...``.
 
 Every field of `AsyncEngineArgs` and `ServerOptions` is a flag, under its name with dashes, which is vLLM's name. So
 there is no list of flags here: what a field is called, its type and its text come from the dataclass.
@@ -161,6 +161,8 @@ def serve(args: argparse.Namespace) -> None:
     options, engine_args = made(ServerOptions, args), made(AsyncEngineArgs, args)
     logging.basicConfig(format="%(levelname)s %(asctime)s %(message)s", datefmt="%m-%d %H:%M:%S")
     logging.getLogger("tutorial_engine").setLevel(logging.INFO)
+    # A page that is open asks twice a second.
+    logging.getLogger("uvicorn.access").addFilter(lambda record: "/dashboard/state" not in record.getMessage())
     with _bind(args.host, args.port) as sock:  # a port that is taken is noticed before the model is loaded
         app = build_app(AsyncLLM.from_engine_args(engine_args), options)
         config = uvicorn.Config(app, log_level=args.uvicorn_log_level, access_log=not args.disable_uvicorn_access_log,
@@ -180,3 +182,17 @@ def _bind(host: str, port: int) -> socket.socket:
         raise VLLMValidationError(f"Cannot listen at {host}, port {port}: {error.strerror}.", parameter="port",
                                   value=port) from error
     return sock
+
+
+# tutorial-engine bench
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from tutorial_engine.bench.cli import add_arguments
+
+    add_arguments(parser)
+
+
+@command("bench", "Measure a server, or the engine: serve, throughput, latency.", _bench_arguments)
+def bench(args: argparse.Namespace) -> None:
+    args.run(args)
