@@ -270,7 +270,7 @@ class LLMEngine:
         if not ended:
             logger.error("A step failed whose requests were all ended already.", exc_info=error)
             return
-        raise EngineGenerateError(f"The model failed in a step of {len(ended)} request(s), which are ended: "
+        raise EngineGenerateError(f"The model failed in a step, and its {len(ended)} request(s) are ended: "
                                   f"{type(error).__name__}: {error}", [p.request_id for p in parents], outputs
                                   ) from error
 

@@ -84,7 +84,9 @@ def command(tab: Tab, name: str, **args: Any) -> None:
 
 
 def run_all(tab: Tab) -> None:
-    """Begin to run all cells, once the kernel is there."""
+    """Begin to run all cells, once the kernel is there: before that, JupyterLab would ask which one to start."""
+    tab.wait("window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.connectionStatus === 'connected'",
+             patience=60)
     tab.wait("window.jupyterapp.commands.isEnabled('notebook:run-all-cells') && "
              "document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'", patience=60)
     tab.js("void window.jupyterapp.commands.execute('notebook:run-all-cells')")
