@@ -106,7 +106,7 @@ def serve(engine: LLMEngine, paced: bool = False, **options: Any) -> Iterator[Li
     app = build_app(llm, ServerOptions(**options))
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=TIMEOUT))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))  # idle connections
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="uvicorn")
         thread.start()
         live = Live(f"http://127.0.0.1:{sock.getsockname()[1]}", llm, app.state.serving, options.get("api_key", []))

@@ -147,7 +147,7 @@ def test_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
         return sum((client.done for client in clients), Counter())
 
     options = {"max_queued_requests": 150}
-    with serve_letters(TEXT, paced=False, max_num_seqs=32, num_gpu_blocks=200, options=options) as live:
+    with serve_letters(TEXT, paced=False, max_num_seqs=32, num_gpu_blocks=80, options=options) as live:
         done = asyncio.run(crowd(live))
         live.assert_clean()
         assert not live.llm._thread._collectors

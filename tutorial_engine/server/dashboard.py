@@ -42,7 +42,7 @@ HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inl
 router = APIRouter()
 
 
-@router.get("/dashboard")
+@router.get("/dashboard", include_in_schema=False)
 async def page() -> Response:
     """The page: one file, nothing loaded from elsewhere."""
     themes = [";".join(f"--{name}:{color}" for name, color in zip(NAMES, colors)) for colors in (LIGHT, DARK)]
@@ -52,7 +52,7 @@ async def page() -> Response:
     return Response(text, media_type="text/html", headers=HEADERS)
 
 
-@router.get("/dashboard/state")
+@router.get("/dashboard/state", include_in_schema=False)
 async def state(request: Request) -> Response:
     """What the page shows. Asking keeps the recording going."""
     async def work() -> Response:
