@@ -11,7 +11,6 @@ from tests.api.conftest import tiny_model  # noqa: F401
 from tests.server.support import Live, serve, serve_letters
 from tutorial_engine import AsyncEngineArgs, LLMEngine
 
-
 _status = [0]
 
 
