@@ -1,6 +1,7 @@
 """E11, L56: metrics under vLLM's names, and the line in the log."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,7 +126,7 @@ def test_e11_the_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monk
     engine.add_request("a", "abcdefgh", greedy(2))
     engine.add_request("b", "abcdefgh", greedy(2))
     clock = iter(range(0, 1000, 2))  # two seconds from line to line
-    monkeypatch.setattr("tutorial_engine.metrics.time.monotonic", lambda: next(clock) / 2)
+    monkeypatch.setattr("tutorial_engine.metrics.time", SimpleNamespace(monotonic=lambda: next(clock) / 2))
     engine.stat_logger._restart_interval()
     engine.step()
     line = caplog.messages[-1]

@@ -1,7 +1,5 @@
 """Two servers that the tests share, and that every test must leave as it found them."""
 
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,20 +8,6 @@ import pytest
 from tests.api.conftest import tiny_model  # noqa: F401
 from tests.server.support import Live, serve, serve_letters
 from tutorial_engine import AsyncEngineArgs, LLMEngine
-
-_status = [0]
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    _status[0] = int(exitstatus)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """End at once: a server that waits for a client's forgotten connection must not keep the process alive."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(_status[0])
 
 
 @pytest.fixture(scope="session")

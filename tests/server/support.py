@@ -107,7 +107,7 @@ def serve(engine: LLMEngine, paced: bool = False, **options: Any) -> Iterator[Li
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))  # idle connections
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="uvicorn", daemon=True)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="uvicorn")
         thread.start()
         live = Live(f"http://127.0.0.1:{sock.getsockname()[1]}", llm, app.state.serving, options.get("api_key", []))
         try:
@@ -118,12 +118,8 @@ def serve(engine: LLMEngine, paced: bool = False, **options: Any) -> Iterator[Li
         finally:
             live.http.close()
             server.should_exit = True
-            thread.join(10)
-            # A client may have left connections open, and then uvicorn waits for them.
-            server.force_exit = True
-            thread.join(5)
-            llm.shutdown(5)
-            assert not llm.is_running
+            thread.join(TIMEOUT)
+            assert not thread.is_alive() and not llm.is_running
 
 
 def ids(text: str) -> list[int]:

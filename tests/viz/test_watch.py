@@ -40,7 +40,8 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
     monkeypatch.setenv("TUTORIAL_LIVE", "1")
     monkeypatch.setattr(module, "_in_notebook", lambda: True)
     monkeypatch.setattr(module, "_display", screen.display)
-    monkeypatch.setattr(module.time, "monotonic", lambda: screen.now)
+    # its clock alone: other threads sleep by that of the process
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: screen.now))
     return screen
 
 
