@@ -128,11 +128,11 @@ def prefill_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache:
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, _ = key_cache.shape
     out, num_tiles = torch.empty_like(query), tiles.shape[1]
+    tile, stages = (64, 2) if key_cache.element_size() == 2 else (32, 3)
     _prefill[(num_tiles, num_kv_heads)](
         query, key_cache, value_cache, block_tables, tiles, out, key_scale, value_scale, head_dim**-0.5 * LOG2_E,
         block_tables.stride(0), num_tiles, num_kv_heads, GROUP=num_heads // num_kv_heads, BLOCK_M=BLOCK_M,
-        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, TILE=64 if key_cache.element_size() == 2 else 32, num_warps=4,
-        num_stages=2)
+        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, TILE=tile, num_warps=4, num_stages=stages)
     return out
 
 

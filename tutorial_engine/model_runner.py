@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
 
 import numpy as np
@@ -93,12 +94,12 @@ class RaggedBatch:
     num_tokens: np.ndarray
     samples: np.ndarray
 
-    @property
+    @cached_property
     def seq_lens(self) -> np.ndarray:
         """[R] int64, context of each request, this step's tokens included."""
         return self.start + self.num_tokens
 
-    @property
+    @cached_property
     def query_start_loc(self) -> np.ndarray:
         """[R + 1] int64, first token of each request in the flat batch."""
         return np.concatenate([[0], self.num_tokens.cumsum()])

@@ -51,11 +51,11 @@ def trace_events(trace: Trace) -> dict[str, Any]:
 
 
 def _step(trace: Trace, record: StepRecord, begin: int, end: int) -> list[dict[str, Any]]:
-    tokens = record.budget - record.budget_left
-    counters = {"tokens in the step": {"tokens": tokens},
+    counters = {"tokens in the step": {"tokens": record.num_tokens},
                 "blocks": {"in use": len({b for table in record.tables.values() for b in table})},
                 "requests": {"running": len(record.running), "waiting": len(record.waiting)}}
-    return [_slice(f"step {record.step}", ENGINE, 0, begin, end, {"tokens": tokens, "budget": record.budget}),
+    work = {"tokens": record.num_tokens, "budget": record.budget}
+    return [_slice(f"step {record.step}", ENGINE, 0, begin, end, work),
             *({"name": name, "ph": "C", "pid": ENGINE, "tid": 0, "ts": begin, "args": values}
               for name, values in counters.items())]
 

@@ -72,6 +72,11 @@ class StepRecord:
     hashed: list[int] = field(default_factory=list)
     unhashed: list[int] = field(default_factory=list)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return self.budget - self.budget_left
+
 
 class Trace:
     """Records the steps of an engine: ``with Trace(llm) as trace: llm.generate(...)``.
@@ -213,7 +218,7 @@ class Trace:
         return iter(self.records)
 
     def __repr__(self) -> str:
-        tokens = sum(n for r in self.records for _, n in r.scheduled.values())
+        tokens = sum(r.num_tokens for r in self.records)
         return (f"Trace({len(self.records):,} steps, {tokens:,} tokens computed, {self.num_blocks:,} blocks of "
                 f"{self.block_size} tokens)")
 

@@ -56,12 +56,17 @@ def open_browser(profile: Path, width: int = 1000, height: int = 900) -> Iterato
         finally:
             tab.close()
     finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop(process)
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Ask it to end, and insist."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def wait_for(condition: Any, what: str, patience: float = PATIENCE_S) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import nbformat
 
-from tests.browser.chromium import Tab, wait_for
+from tests.browser.chromium import Tab, stop, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOKEN = "of-this-test"
@@ -65,12 +65,7 @@ def jupyterlab(folder: Path) -> Iterator[str]:
         wait_for(answers, "JupyterLab to start", patience=60)
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.terminate()
-        try:
-            server.wait(10)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        stop(server)
 
 
 def open_notebook(tab: Tab, address: str, name: str) -> None:

@@ -169,7 +169,7 @@ def _step(record: StepRecord, before: StepRecord | None) -> list[float]:
     """[milliseconds, prompt and output tokens computed, requests in it]; a step lasts from the end of the one before,
     or from its own begin if the engine was idle."""
     began = max(record.started, before.time if before else 0.0)
-    return [round(1000 * (record.time - began), 3), record.budget - record.budget_left, len(record.scheduled)]
+    return [round(1000 * (record.time - began), 3), record.num_tokens, len(record.scheduled)]
 
 
 def _latencies(trace: Trace) -> dict[str, Any]:

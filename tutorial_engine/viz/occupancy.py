@@ -71,9 +71,8 @@ def batch_occupancy(trace: Trace, step: int | None = None) -> Picture:
 
 def describe(record: StepRecord) -> str:
     """One step in one sentence."""
-    used = record.budget - record.budget_left
     words = (f"Step {record.step}: {len(record.scheduled)} request{'s' * (len(record.scheduled) != 1)}, "
-             f"{used:,} of {record.budget:,} tokens")
+             f"{record.num_tokens:,} of {record.budget:,} tokens")
     if record.waiting:
         why = next((f" ({reason})" for reason in record.waiting.values() if reason), "")
         words += f"; {len(record.waiting)} wait{why}"
@@ -126,7 +125,7 @@ class _Chart:
 
     @property
     def title(self) -> str:
-        tokens = sum(r.budget - r.budget_left for r in self.records)
+        tokens = sum(r.num_tokens for r in self.records)
         mean = sum(len(r.scheduled) for r in self.records) / self.num_steps
         again = len([1 for r in self.records for _ in r.preempted])
         return (f"{len(self.rows):,} requests in {self.num_steps:,} steps: {mean:.3g} in a step on average, "
@@ -139,7 +138,7 @@ class _Chart:
 
     def _strips(self) -> Iterator[str]:
         """Two bars for each step: the tokens it computed by kind, and the requests in it and behind it."""
-        most = max(max(r.budget - r.budget_left for r in self.records), 1)
+        most = max(max(r.num_tokens for r in self.records), 1)
         base = TOP + STRIP - 8
         yield text(LEFT - 8, base - 20, "tokens", "e")
         yield text(LEFT - 8, base - 8, f"most {most:,}", "e g")
