@@ -158,15 +158,15 @@ class Scheduler:
         i = 0
         while i < len(self.running) and out.budget_left > 0:
             request = self.running[i]
-            in_flight = request.num_output_placeholders
-            if in_flight and request.is_full(self.config.max_model_len, in_flight):
+            if self._ends_in_flight(request):
                 i += 1  # nothing is left to compute for it
                 continue
-            num_wanted = len(request.all_token_ids) + in_flight - request.num_computed_tokens
+            num_wanted = (len(request.all_token_ids) + request.num_output_placeholders
+                          - request.num_computed_tokens)
             num_new = min(self._cap(num_wanted), out.budget_left)
             new_blocks = self.kv_cache_manager.allocate_slots(request, num_new)
             while new_blocks is None:
-                if self._someone_ends_in_flight():
+                if any(map(self._ends_in_flight, self.running)):
                     return True
                 victim = self._pick_victim()
                 i -= self.running.index(victim) < i
@@ -179,9 +179,10 @@ class Scheduler:
                 i += 1
         return False
 
-    def _someone_ends_in_flight(self) -> bool:
-        return any(r.num_output_placeholders and r.is_full(self.config.max_model_len, r.num_output_placeholders)
-                   for r in self.running)
+    def _ends_in_flight(self, request: Request) -> bool:
+        """The step in flight samples the last token that it may have."""
+        in_flight = request.num_output_placeholders
+        return in_flight > 0 and request.is_full(self.config.max_model_len, in_flight)
 
     def _schedule_waiting(self, out: SchedulerOutput) -> None:
         kv = self.kv_cache_manager
