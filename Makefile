@@ -56,10 +56,10 @@ lab: setup
 	$(PY) -m jupyterlab
 
 notebooks: setup
-	$(PY) tools/build_notebooks.py
+	$(PY) tools/build_notebooks.py --run
 
 exercises: setup
-	$(PY) tools/build_exercises.py
+	$(PY) tools/build_exercises.py --run
 
 fast: setup
 	$(PY) tools/run_fast.py
