@@ -497,9 +497,9 @@ observe(guess, blocks_without=blocks[True], blocks_with=blocks[False], prompt_to
 block_table(samples, step=-1)
 
 # %% [markdown]
-# (`1_0` is answer 1 of request 0: a picture counts from 0, and so do answers.) 100 tokens are six full
-# blocks and four tokens more. The six are held once, with three readers. The seventh cannot be shared: each answer will write its own next token into it. Two ways to deal with
-# it are known:
+# (`1_0` is answer 1 of request 0: a picture counts from 0, and so do answers.) 100 tokens are six full blocks and four
+# tokens more. The six are held once, with three readers. The seventh cannot be shared: each answer will write its own
+# next token into it. Two ways to deal with it are known:
 #
 # - **The paper: copy on write.** All three share the seventh block too. Who writes into it first finds that its counter
 #   is above 1, takes a new block, and copies.
