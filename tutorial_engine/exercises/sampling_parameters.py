@@ -1,4 +1,4 @@
-"""Sampling parameters: what each filter keeps, what a penalty does to a logit, and draws that do not need neighbours."""
+"""Sampling parameters: what each filter keeps, and what a penalty does to a logit."""
 
 from __future__ import annotations
 
