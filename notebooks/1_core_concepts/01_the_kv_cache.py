@@ -17,14 +17,13 @@ NUM_TOKENS = 24  # tokens that are written in experiment 1; fast: 4
 LONG_CONTEXT = 1024  # tokens of the long text in experiment 4; fast: 64
 
 # %%
-import inspect
 import random
 
 import matplotlib.pyplot as plt
 import torch
 
 from tutorial_engine import LLM, SamplingParams
-from tutorial_engine.notebook import expect_error, observe, predict
+from tutorial_engine.notebook import expect_error, observe, predict, show_source
 from tutorial_engine.trace import Trace
 
 # %% [markdown]
@@ -110,10 +109,8 @@ for _ in range(4):
 # %%
 from tutorial_engine.models.decoder import DecoderLayer
 
-work = ("qkv_proj(", "qkv.split", "apply_rope", "kv_cache.write", "paged_attention(")
-for line in inspect.getsource(DecoderLayer.forward).splitlines():
-    if any(word in line for word in work):
-        print(line.strip())
+show_source(DecoderLayer.forward,
+            only=("qkv_proj(", "qkv.split", "apply_rope", "kv_cache.write", "paged_attention("))
 
 # %% [markdown]
 # Read it like this. One matrix product makes query, key and value, *for the tokens of this step only*. `apply_rope`
@@ -139,7 +136,7 @@ print(f"{cache.num_bytes:,} bytes in all, room for {cache.num_blocks * cache.blo
 # %%
 from tutorial_engine.kv_cache import kv_bytes_per_token
 
-print(inspect.getsource(kv_bytes_per_token))
+show_source(kv_bytes_per_token)
 shape = llm.llm_engine.model_runner.model.config
 print(f"{shape.num_hidden_layers} layers, {shape.num_key_value_heads} KV heads,",
       f"{shape.head_dim} numbers of 4 bytes: {kv_bytes_per_token(shape, torch.float32):,} bytes a token")
@@ -376,9 +373,9 @@ observe(guess, blocks_in_the_first_step=held[0], most_blocks_at_once=max(held),
         blocks_afterwards=free_before - trace.records[-1].num_free)
 
 # %% [markdown]
-# **How to read it.** Below, a row is a block, a column is a step, and a bar says which request holds the block. (Its
-# number is the request's: the engine counts all that it ever got.) Above is the sum: how many places hold a token, and
-# how many are taken and still empty. Move the slider or hover over a bar:
+# **How to read it.** Below, a row is a block, a column is a step, and a bar says which request holds the block,
+# counted from 0. Above is the sum: how many places hold a token (grey), and how many are taken and still empty. Move
+# the slider or hover over a bar:
 #
 # - The first request leaves after 6 steps, and both of its blocks are free at once.
 # - The second takes its second block in step 13, when its first is full, and not before. It is a block that the first

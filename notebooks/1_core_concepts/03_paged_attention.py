@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from tutorial_engine import LLM, SamplingParams
 from tutorial_engine.exercises.paged_attention import slot_mapping
-from tutorial_engine.notebook import expect_error, observe, predict
+from tutorial_engine.notebook import expect_error, observe, predict, show_source
 from tutorial_engine.simulation import Job, simulate
 from tutorial_engine.trace import Trace
 from tutorial_engine.viz import block_table, memory_map, watch
@@ -104,8 +104,9 @@ print(f"an average conversation: 161 tokens of prompt and 338 of answer, so room
 # %%
 from tutorial_engine.block_manager import BlockPool, KVCacheManager
 
-print(inspect.getsource(BlockPool.get_new_blocks))
-print(inspect.getsource(BlockPool.free_blocks))
+show_source(BlockPool.get_new_blocks)
+print()
+show_source(BlockPool.free_blocks)
 
 # %% [markdown]
 # `ref_cnt` is the number of tables that name a block. It becomes free when the last of them lets go. Some free blocks
@@ -115,9 +116,8 @@ print(inspect.getsource(BlockPool.free_blocks))
 # Second, **how many**: only what the tokens of this step need, counted in whole blocks.
 
 # %%
-for line in inspect.getsource(KVCacheManager.allocate_slots).splitlines():
-    if any(word in line for word in ("num_new_blocks =", "get_num_free_blocks", "return None", "get_new_blocks")):
-        print(line.strip())
+show_source(KVCacheManager.allocate_slots,
+            only=("num_new_blocks =", "get_num_free_blocks", "return None", "get_new_blocks"))
 
 # %% [markdown]
 # `cdiv` divides and rounds up; `reserve` is a safety margin, 0 unless you ask for one. There is no word of `max_tokens`
@@ -130,7 +130,7 @@ for line in inspect.getsource(KVCacheManager.allocate_slots).splitlines():
 # %%
 from tutorial_engine.model_runner import ModelRunner
 
-print(*(line.strip() for line in inspect.getsource(ModelRunner).splitlines() if "slots = " in line), sep="\n")
+show_source(ModelRunner, only=("slots = self",))
 
 # %% [markdown]
 # Logical block `positions // block_size` of a request is row and column of the table; the table names the physical
@@ -343,9 +343,10 @@ observe(guess, most_empty_slots_of_one_request=max(room - n for n, room in held)
 # it. On the right is each request's table, from logical block to physical block. Move the slider, and watch a table:
 # it grows when its last block is full, never before, and the new block is whichever was first in the queue.
 #
-# **The second picture** has a row for each block and a column for each step. Above are the sums. Blue slots hold a
-# token, the thin orange strip on top of them is empty; the hatched area is what reservations would hold. It reaches 768
-# slots, and the pool has 512. So with reservations the third request would have had to *wait*.
+# **The second picture** has a row for each block and a column for each step. Above are the sums. Grey slots hold a
+# token, the thin strip on top of them (black, on a dark page white) is empty; the hatched area is what reservations
+# would hold. It reaches 768 slots, and the pool has 512. So with reservations the third request would have had to
+# *wait*.
 #
 # Here are the tables, as they were at the end of each request:
 
@@ -496,8 +497,8 @@ observe(guess, blocks_without=blocks[True], blocks_with=blocks[False], prompt_to
 block_table(samples, step=-1)
 
 # %% [markdown]
-# (`0_7` is answer 0 of request 7.) 100 tokens are six full blocks and four tokens more. The six are held once, with
-# three readers. The seventh cannot be shared: each answer will write its own next token into it. Two ways to deal with
+# (`1_0` is answer 1 of request 0: a picture counts from 0, and so do answers.) 100 tokens are six full
+# blocks and four tokens more. The six are held once, with three readers. The seventh cannot be shared: each answer will write its own next token into it. Two ways to deal with
 # it are known:
 #
 # - **The paper: copy on write.** All three share the seventh block too. Who writes into it first finds that its counter

@@ -17,11 +17,10 @@ NUM_REQUESTS = 1024  # requests in experiment 2; fast: 64
 
 # %%
 import heapq
-import inspect
 import random
 
 from tutorial_engine import LLM, SamplingParams
-from tutorial_engine.notebook import expect_error, observe, predict
+from tutorial_engine.notebook import expect_error, observe, predict, show_source
 from tutorial_engine.simulation import Job, StaticScheduler, simulate, workload
 from tutorial_engine.trace import Trace
 from tutorial_engine.viz import batch_occupancy, knobs, memory_map, request_times, timeline, watch
@@ -94,15 +93,8 @@ with watch(llm, batch_occupancy) as static:
 # %%
 from tutorial_engine.scheduler import Scheduler
 
-
-def show(function, *words):
-    for line in inspect.getsource(function).splitlines():
-        if any(word in line for word in words):
-            print(line)
-
-
-show(Scheduler.schedule, "budget_left", "_schedule_running", "if out.preempted", "elif blocks_come_back",
-     "else:", "_schedule_waiting")
+show_source(Scheduler.schedule, only=("budget_left", "_schedule_running", "if out.preempted", "elif blocks_come_back",
+                                      "else:", "_schedule_waiting"))
 
 # %% [markdown]
 # A plan begins with the full token budget. First those who are *running* get their tokens: one each, if they are
@@ -111,8 +103,8 @@ show(Scheduler.schedule, "budget_left", "_schedule_running", "if out.preempted",
 # somebody, his blocks are waited for.)
 
 # %%
-show(Scheduler._schedule_waiting, "while self.waiting", ">= self.config.max_num_seqs", "budget_left == 0",
-     "num_new = min", "allocate_slots(", "if new_blocks is None", "popleft")
+show_source(Scheduler._schedule_waiting, only=("while self.waiting", ">= self.config.max_num_seqs", "budget_left == 0",
+                                               "num_new = min", "allocate_slots(", "if new_blocks is None", "popleft"))
 
 # %% [markdown]
 # Seats, budget, blocks. There is no "batch size" anywhere, and no difference between a prompt and an answer: a request
@@ -123,7 +115,7 @@ show(Scheduler._schedule_waiting, "while self.waiting", ">= self.config.max_num_
 # rule: nobody gets on once somebody writes.
 
 # %%
-print(inspect.getsource(StaticScheduler))
+show_source(StaticScheduler)
 
 # %% [markdown]
 # **One step, many lengths.** In the same step one request may compute 50 tokens of its prompt, and another a single
@@ -173,7 +165,6 @@ observe(guess, static_steps=len(static), continuous_steps=len(continuous),
 
 # %% [markdown]
 # The first request gets its last token in step 2, and in step 3 the fifth has its seat. Not one step is lost between.
-# (The numbers in the picture go on counting: the engine has had eight requests before.)
 #
 # Nobody writes faster: each request still gets one token a step. What is gone is the *waiting*. The fifth request had
 # its first token after 21 steps, and now it has it after 4.
@@ -199,7 +190,8 @@ print("static:    ", len(simulated_static), "steps, the same plan:", plan(simula
 # Steps are not seconds. On your machine (compared with nothing):
 
 # %% tags=["timing", "nbval-ignore-output"]
-print(f"{len(static) / len(continuous):.2f} times fewer steps, {static.seconds / continuous.seconds:.2f} times less time")
+times_faster = static.seconds / continuous.seconds
+print(f"{len(static) / len(continuous):.2f} times fewer steps, {times_faster:.2f} times less time")
 
 # %% [markdown]
 # **What this proves.** The gain is nothing but filled seats. Both ways computed 68 tokens of answers; the static one
