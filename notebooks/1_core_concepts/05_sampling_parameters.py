@@ -53,9 +53,8 @@ print(f"the {len(row) - 8:,} others together: {1 - row.topk(8).values.exp().sum(
 
 # %% [markdown]
 # Now choose. The likeliest one each time? The answer is then always the same, and often dull: it falls into circles. By
-# lot, with these probabilities? Then seven times in ten the next token is none of the eight, and somewhere in the long
-# tail there is nonsense. A few such tokens in a row, and the text is lost: the model goes on from whatever stands
-# there.
+# lot, with these probabilities? Then six times in ten the next token is none of the eight, and far down in the long
+# tail there is nonsense. One such token is enough to lead a text astray: the model goes on from whatever stands there.
 #
 # Sampling parameters are the compromise between the two. This page is about what each does, in which order, what the
 # engine tells you about it, and which values hold when you say nothing.
@@ -92,12 +91,12 @@ print(f"the {len(row) - 8:,} others together: {1 - row.topk(8).values.exp().sum(
 print(inspect.getdoc(sampler).split("\n\n")[1])
 
 # %% [markdown]
-# The same order in the code that is running. (`...` a step works on all requests at once, one row of logits each, and
-# skips a stage that no row asks for.)
+# The same order in the code that is running. (`logits` has one row for each request of the step. A stage that no row
+# asks for is skipped.)
 
 # %%
-show_source(Sampler.__call__, only=("raw = ", "apply_token_rules", "apply_penalties", "apply_bad_words", "processors.apply",
-                                    "argmax", "div_(", "apply_min_p", "_draw(", "gather_logprobs"))
+show_source(Sampler.__call__, only=("raw = ", "apply_token_rules", "apply_penalties", "apply_bad_words",
+                                    "processors.apply", "argmax", "div_(", "apply_min_p", "_draw(", "gather_logprobs"))
 
 # %% [markdown]
 # Four things to see.
@@ -196,7 +195,7 @@ draws = generate(prompt, SamplingParams(top_k=5, n=NUM_DRAWS, seed=0, max_tokens
 drawn = [draw.token_ids[0] for draw in draws]
 five = chances(1.0, top_k=5)
 for token in five.topk(5).indices.tolist():
-    print(f"{tokenizer.decode([token])!r:9}  expected {five[token] * NUM_DRAWS:4.1f} times, drawn {drawn.count(token)} times")
+    print(f"{tokenizer.decode([token])!r:9}  expected {five[token] * NUM_DRAWS:4.1f} times, drawn {drawn.count(token)}")
 print("any other:", sum(five[token].item() == 0 for token in drawn))
 
 # %% [markdown]
@@ -410,12 +409,13 @@ observe(guess, different_with_1=unique[0], different_with_2=unique[3],
 
 # %%
 for penalty, count, output in zip(penalties, unique, outputs):
-    print(f"penalty {penalty}: {count} different\n{output.text.strip()}\n")
+    print(f"penalty {penalty}: {count} different: {' '.join(output.text.split())[:80]}...")
 
 # %% [markdown]
-# With 2, no token is ever said twice in 48: no second full stop, no second comma. That is no longer a language. It is
-# also why "greedy" and "the model's likeliest token" are two things: a penalty works at temperature 0 as well. Values
-# that people use lie between 1.05 and 1.2.
+# Already 1.1 turns the text after one word. The model wanted `' a'`, but the prompt has that token too ("on *a* rainy
+# day"), so its logit was made smaller, and `' it'` won. With 2, no token occurs twice in 48: after the first comma there
+# is no second one. (CTRL, the paper that this penalty is from, uses about 1.2.) And all four were greedy. So "greedy"
+# means the largest logit *after* the penalties, not what the model liked best.
 
 # %% [markdown]
 # ## Where it bites you
@@ -457,14 +457,16 @@ together = [output.outputs[0] for output in house.generate(prompts, greedy, use_
 one_by_one = [house.generate(p, greedy, use_tqdm=False)[0].outputs[0] for p in prompts]
 print("float32, the same tokens:", [a.token_ids == b.token_ids for a, b in zip(together, one_by_one)])
 best = torch.tensor([[x.logprob for x in entry.values()] for a in together for entry in a.logprobs])  # [64, 2]
+again = torch.tensor([[x.logprob for x in entry.values()] for a in one_by_one for entry in a.logprobs])
+print("the logits differ by less than 0.001:", ((best - again).abs() < 1e-3).all().item())
 margins = best[:, 0] - best[:, 1]
 print(f"largest logit {best.max():.0f}; smallest distance between the first two {margins.min():.3f}")
 ties = (best[:, 0].bfloat16() == best[:, 1].bfloat16()).sum()
 print(f"decisions that are ties if these logits are rounded to bfloat16: {ties} of {len(best)}")
 
 # %% [markdown]
-# In float32 all agree: differences between batches are of the order of 0.00001, and the closest decision is far wider.
-# A bfloat16 has 8 significant bits, so between 16 and 32 there are only steps of 0.125. There some of our decisions
+# In float32 all agree: the logits of a batch and of a single request differ far less than the closest two tokens do. A
+# bfloat16 has 8 significant bits, so between 16 and 32 there are only steps of 0.125. There some of our decisions
 # become ties, and whatever tips them tips everything that follows. So on a GPU in 16 bits the same greedy prompt may
 # write different texts in different crowds. That is no bug of sampling, and a seed does not help. vLLM has a mode that
 # does, `VLLM_BATCH_INVARIANT=1`, which is slower and wants a fairly new GPU.
