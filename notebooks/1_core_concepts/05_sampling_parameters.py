@@ -14,7 +14,7 @@
 
 # %% tags=["parameters"]
 NUM_DRAWS = 50  # times that one token is drawn in experiment 1; fast: 8
-NUM_TOKENS = 24  # tokens of the answers in experiment 3; fast: 6
+NUM_TOKENS = 12  # tokens of the answers in experiment 3; fast: 6
 
 # %%
 import inspect
@@ -275,7 +275,7 @@ defaults = house.get_default_sampling_params()
 print("temperature", defaults.temperature, " top_k", defaults.top_k, " max_tokens", defaults.max_tokens)
 
 # %% [markdown]
-# Five times the same prompt. First without `SamplingParams`. Then with `SamplingParams(max_tokens=24)`, which says
+# Five times the same prompt. First without `SamplingParams`. Then with `SamplingParams(max_tokens=12)`, which says
 # nothing of temperature or `top_k`. **Predict**: how many *different* answers of five, each time? And how many tokens
 # has an answer with `SamplingParams()`, which says nothing at all?
 
@@ -310,15 +310,15 @@ print(empty[0].finish_reason)
 #
 # ```python
 # params = llm.get_default_sampling_params()
-# params.max_tokens = 24
+# params.max_tokens = 6
 # ```
 #
-# **Now change one thing:** do that with `house`, with `max_tokens` 12, and call `answers(params)`. How many different
+# **Now change one thing:** do that with `house`, with `max_tokens` 6, and call `answers(params)`. How many different
 # ones?
 #
 # <details><summary>What happens</summary>
 #
-# One, of 12 tokens: `top_k` is still 1.
+# One, of 6 tokens: `top_k` is still 1.
 # </details>
 
 # %% [markdown]
@@ -385,7 +385,7 @@ for name, (start, number) in trace.records[0].scheduled.items():
 # | `top_k` | 0: off | so many of the likeliest | -1 or 0: off |
 # | `top_p` | 1: off | the likeliest until their sum reaches it | above 0, up to 1 |
 # | `min_p` | 0: off | what has at least this share of the likeliest | 0 to 1 |
-# | `repetition_penalty` | 1: off | tokens of prompt *and* answer: logit divided if positive, multiplied if not | above 0 |
+# | `repetition_penalty` | 1: off | prompt *and* answer: logit divided if positive, else multiplied | above 0 |
 # | `presence_penalty`, `frequency_penalty` | 0: off | subtracted once, or once for each time; answer only | -2 to 2 |
 # | `logit_bias` | none | added to the logits of certain tokens | per token |
 # | `seed` | none: drawn for you | the draws of this request | 64 bits |
@@ -393,7 +393,7 @@ for name, (start, number) in trace.records[0].scheduled.items():
 # | `n` | 1 | how many answers | |
 #
 # Each prompt of a call may have knobs of its own: give a *list* of `SamplingParams`, one for each prompt. They all run
-# in one batch. Let us try four repetition penalties at once, all greedy. **Predict**: of 48 tokens, how many are
+# in one batch. Let us try four repetition penalties at once, all greedy. **Predict**: of 32 tokens, how many are
 # different with penalty 1 (off)? With 2? And are the first six words the same with both?
 
 # %% tags=["predict"]
@@ -401,7 +401,7 @@ guess = predict(different_with_1=None, different_with_2=None, same_beginning=Non
 
 # %% tags=["experiment"]
 penalties = (1.0, 1.1, 1.3, 2.0)
-requests = [SamplingParams(temperature=0, repetition_penalty=p, max_tokens=48, ignore_eos=True) for p in penalties]
+requests = [SamplingParams(temperature=0, repetition_penalty=p, max_tokens=32, ignore_eos=True) for p in penalties]
 outputs = [output.outputs[0] for output in generate([prompt] * 4, requests)]
 unique = [len(set(output.token_ids)) for output in outputs]
 observe(guess, different_with_1=unique[0], different_with_2=unique[3],
@@ -413,8 +413,8 @@ for penalty, count, output in zip(penalties, unique, outputs):
 
 # %% [markdown]
 # Already 1.1 turns the text after one word. The model wanted `' a'`, but the prompt has that token too ("on *a* rainy
-# day"), so its logit was made smaller, and `' it'` won. With 2, no token occurs twice in 48: after the first comma there
-# is no second one. (CTRL, the paper that this penalty is from, uses about 1.2.) And all four were greedy. So "greedy"
+# day"), so its logit was made smaller, and `' it'` won. With 2, no token occurs twice: after the first comma there is
+# no second one. (CTRL, the paper that this penalty is from, uses about 1.2.) And all four were greedy. So "greedy"
 # means the largest logit *after* the penalties, not what the model liked best.
 
 # %% [markdown]
@@ -448,15 +448,15 @@ with expect_error(TypeError):
 # **5. "Temperature 0 is deterministic."** The choice is; the logits need not be. Sums of floating-point numbers depend
 # on the order in which they are taken, and a batch of another size may take another one. Usually the differences are in
 # the last digits and change nothing, unless two tokens are nearly equal. How near do they come? The second engine
-# reports raw logits. Four prompts, 16 tokens each, together and then alone:
+# reports raw logits. Three prompts, 8 tokens each, together and then alone:
 
 # %%
-prompts = ["Once upon a time", "The first rule of cooking is", "In winter the birds", "To make bread you need"]
-greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2)
+prompts = ["Once upon a time", "In winter the birds", "To make bread you need"]
+greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 together = [output.outputs[0] for output in house.generate(prompts, greedy, use_tqdm=False)]
 one_by_one = [house.generate(p, greedy, use_tqdm=False)[0].outputs[0] for p in prompts]
 print("float32, the same tokens:", [a.token_ids == b.token_ids for a, b in zip(together, one_by_one)])
-best = torch.tensor([[x.logprob for x in entry.values()] for a in together for entry in a.logprobs])  # [64, 2]
+best = torch.tensor([[x.logprob for x in entry.values()] for a in together for entry in a.logprobs])  # [24, 2]
 again = torch.tensor([[x.logprob for x in entry.values()] for a in one_by_one for entry in a.logprobs])
 print("the logits differ by less than 0.001:", ((best - again).abs() < 1e-3).all().item())
 margins = best[:, 0] - best[:, 1]
@@ -482,8 +482,8 @@ else:
 
 # %% [markdown]
 # **6. "`LLM(seed=0)` makes my requests repeatable."** It makes a whole *run* repeatable: the same calls in the same
-# order. A request without a seed of its own gets a random one when it arrives, so one more request before it changes
-# it. For one answer that must be repeatable, set the seed in its `SamplingParams`.
+# order. A request without a seed of its own gets a random one when it arrives; one more request before it, and it is
+# another one. For one answer that must be repeatable, set the seed in its `SamplingParams`.
 #
 # **7. "A small `top_p` and a high temperature."** They work against each other. Change one of the two, and leave the
 # other neutral, until you have a reason and a measurement.
@@ -493,7 +493,7 @@ else:
 #
 # | task | settings | why |
 # |---|---|---|
-# | extraction, classification, tests | `temperature=0`, a sufficient `max_tokens` | one answer, and a reason if it changes |
+# | extraction, classification, tests | `temperature=0`, enough `max_tokens` | one answer; if it changes, there is a reason |
 # | chat | what the model's maker recommends, in the file | they have measured it for this model |
 # | several candidates, to choose from | `n=8`, temperature 0.7 to 1, a seed | they must differ, and be repeatable |
 # | evaluation | everything written down, `generation_config="vllm"` | a file may change with the next revision |
@@ -552,7 +552,7 @@ else:
 # Nothing, it is reset. The penalty is applied before the largest logit is taken, so it can change the choice.
 # </details>
 #
-# <details><summary>6. ●● The prompt has 100 tokens, <code>n=4</code>, blocks of 16. How many prompt tokens are computed,
+# <details><summary>6. ●● A prompt of 100 tokens, <code>n=4</code>, blocks of 16. How many prompt tokens are computed, and
 # how many blocks are held at first?</summary>
 #
 # Six full blocks are 96 tokens: 100 + 3 × 4 = 112. Blocks: 6 + 4 = 10.
@@ -573,8 +573,8 @@ else:
 # whole run, if the calls and their order are the same. That is enough for a script, and not for a server.
 # </details>
 #
-# <details><summary>9. ●●● Somebody sets <code>repetition_penalty=1.3</code> for summaries, because a summary had the same
-# sentence twice. What do you say?</summary>
+# <details><summary>9. ●●● Somebody sets <code>repetition_penalty=1.3</code> for summaries, because one had the same sentence
+# twice. What do you say?</summary>
 #
 # It counts the prompt too, so the words of the text to be summarised become unlikely: names, numbers, terms. Look first
 # at why it repeats: a greedy choice, a cut-off prompt, a missing chat template. If a penalty at all, then a small
@@ -613,7 +613,7 @@ else:
 # [arXiv 1411.0030](https://arxiv.org/abs/1411.0030), section 2.1. Copy on write for `n > 1`: Kwon et al., 2023, [arXiv
 # 2309.06180](https://arxiv.org/abs/2309.06180), section 4.4. Repeatable runs and batch invariance: vLLM documentation,
 # [Reproducibility](https://docs.vllm.ai/en/latest/usage/reproducibility/) and [Batch
-# Invariance](https://docs.vllm.ai/en/latest/features/batch_invariance/). Order of operations, defaults, ranges, children
-# of `n` and whose settings hold: vLLM 0.33, read in its source.
+# Invariance](https://docs.vllm.ai/en/latest/features/batch_invariance/). Order of operations, defaults, ranges, the
+# children of `n`, whose settings hold: vLLM 0.33, read in its source.
 #
 # **Next** in the course: how a scheduler and a block manager make room for all of this.
