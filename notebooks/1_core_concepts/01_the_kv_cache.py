@@ -156,7 +156,7 @@ print(f"{shape.num_hidden_layers} layers, {shape.num_key_value_heads} KV heads,"
 # %% tags=["predict"]
 guess = predict(tokens_with_cache=None, tokens_without=None, same_text=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1", "objective-2", "R174"]
 greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 with Trace(llm) as kept:
     answer = llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)[0].outputs[0]
@@ -204,8 +204,8 @@ print(f"{times_fewer:.0f} times fewer tokens, {times_faster:.1f} times less time
 
 # %% [markdown]
 # Much less than that. A step with one token is not 34 times cheaper than a step with 34: both read all weights of the
-# model, half a gigabyte, and for few tokens this reading is most of the price. The notebook on prefill and decode is
-# about this. With longer texts the gap in time grows too.
+# model, half a gigabyte, and for few tokens this reading is most of the price. [Prefill and
+# decode](02_prefill_and_decode.ipynb) is about this. With longer texts the gap in time grows too.
 #
 # **What this proves.** The cache changes the *work*, never the *words*. It is no approximation. (In half precision,
 # sums taken in another order can tip a close decision. That is rounding, with or without a cache.)
@@ -251,7 +251,7 @@ print("keys of the prompt:", list(keys_of(prompt).shape))
 # %% tags=["predict"]
 guess = predict(added_last_layer=None, replaced_first_layer=None, replaced_last_layer=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1", "objective-4"]
 before = keys_of(prompt)
 longer = keys_of(prompt + tokenizer.encode(" three more words"))[:, :len(prompt)]
 other = keys_of([*prompt[:3], tokenizer.encode(" frog")[0], *prompt[4:]])
@@ -300,7 +300,7 @@ models = {  # layers, attention heads, KV heads, head_dim
 # %% tags=["predict"]
 guess = predict(KiB_qwen25_half_billion=None, KiB_qwen3_half_billion=None, KiB_llama_8_billion=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3"]
 def bytes_per_token(layers, kv_heads, head_dim, bytes_per_number=2):
     return 2 * layers * kv_heads * head_dim * bytes_per_number
 
@@ -358,7 +358,7 @@ for name, (layers, hidden, gib, paper) in opt.items():
 # %% tags=["predict"]
 guess = predict(blocks_in_the_first_step=None, most_blocks_at_once=None, blocks_afterwards=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3"]
 from tutorial_engine.viz import memory_map, watch
 
 prompts = [prompt, tokenizer.encode("Once upon a time"), tokenizer.encode("1, 2, 3, 4, 5,")]
@@ -401,7 +401,7 @@ observe(guess, blocks_in_the_first_step=held[0], most_blocks_at_once=max(held),
 # %% tags=["predict"]
 guess = predict(percent_more_bytes_to_read=None, tokens_until_cache_equals_weights=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3"]
 weight_bytes = 4 * 134_515_008  # parameters of SmolLM2-135M in float32
 per_token = kv_bytes_per_token(shape, torch.float32)
 observe(guess, percent_more_bytes_to_read=round(100 * LONG_CONTEXT * per_token / weight_bytes),
@@ -441,7 +441,7 @@ print(f"a decode step after {LONG_CONTEXT:,} tokens takes {long / short:.1f} tim
 # %% tags=["predict"]
 guess = predict(tokens_float32=None, tokens_bfloat16=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3"]
 def tokens_that_fit(dtype, block_size=16):
     return 2**28 // (kv_bytes_per_token(shape, dtype) * block_size) * block_size  # whole blocks only
 
@@ -633,4 +633,5 @@ for gib in (16, 24, 80):
 # vLLM documentation, [Quantized KV Cache](https://docs.vllm.ai/en/latest/features/quantization/quantized_kvcache/). The
 # 0.92 is the default of vLLM 0.33, read in its source. Shapes: the `config.json` of each model on Hugging Face.
 #
-# **Next** in the course: *Prefill and decode*, on why a step with one token costs nearly as much as a step with thirty.
+# **Next** in the course: [Prefill and decode](02_prefill_and_decode.ipynb), on why a step with one token costs nearly
+# as much as a step with thirty.

@@ -250,7 +250,7 @@ print("averages:", *(round(sum(lengths) / len(jobs)) for lengths in zip(*jobs)))
 # %% tags=["predict"]
 guess = predict(percent_with_a_token_in_Max=None, largest_waste_in_Max=None, aboard_with_blocks=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1", "R120", "R176"]
 ours = {"Max": reserving(jobs, lambda prompt, answer: 2048),
         "Pow2": reserving(jobs, lambda prompt, answer: min(2048, prompt + (1 << (answer - 1).bit_length()))),
         "Oracle": reserving(jobs, lambda prompt, answer: prompt + answer)}
@@ -327,7 +327,7 @@ print("tokens:", [(len(p["prompt_token_ids"]), s.max_tokens) for p, s in zip(pro
 # %% tags=["predict"]
 guess = predict(most_empty_slots_of_one_request=None, percent_empty=None, percent_if_reserved=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-2"]
 with watch(llm, block_table, partial(memory_map, reserve=256)) as trace:
     answers = llm.generate(prompts, each, use_tqdm=False)
 
@@ -428,7 +428,7 @@ def in_one_piece(key, value):
 # %% tags=["predict"]
 guess = predict(block_by_block=None, all_blocks_moved=None, two_entries_swapped=None, a_wrong_block=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3"]
 def different(result):
     return int(((result - expected).abs() > 1e-4).sum())
 
@@ -480,7 +480,7 @@ print(inspect.getdoc(KVCacheManager.check_invariants))
 # %% tags=["predict"]
 guess = predict(blocks_without=None, blocks_with=None, prompt_tokens_without=None, prompt_tokens_with=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-4", "R34", "R125"]
 prompt = {"prompt_token_ids": tokenizer.encode(" word" * 120)[:100]}
 blocks, computed = {}, {}
 for skip in (True, False):
@@ -497,9 +497,9 @@ observe(guess, blocks_without=blocks[True], blocks_with=blocks[False], prompt_to
 block_table(samples, step=-1)
 
 # %% [markdown]
-# (`1_0` is answer 1 of request 0: a picture counts from 0, and so do answers.) 100 tokens are six full
-# blocks and four tokens more. The six are held once, with three readers. The seventh cannot be shared: each answer will write its own next token into it. Two ways to deal with
-# it are known:
+# (`1_0` is answer 1 of request 0: a picture counts from 0, and so do answers.) 100 tokens are six full blocks and four
+# tokens more. The six are held once, with three readers. The seventh cannot be shared: each answer will write its own
+# next token into it. Two ways to deal with it are known:
 #
 # - **The paper: copy on write.** All three share the seventh block too. Who writes into it first finds that its counter
 #   is above 1, takes a new block, and copies.
@@ -543,7 +543,7 @@ print("paper: 16.2 % to 30.5 %      ours:", " to ".join(f"{saving(n):.1f} %" for
 # instead of one.
 # </details>
 
-# %% [markdown]
+# %% [markdown] tags=["R42", "R43"]
 # ## Dial it in
 #
 # | knob | default | what it does to the blocks |
@@ -564,7 +564,7 @@ print("paper: 16.2 % to 30.5 %      ours:", " to ".join(f"{saving(n):.1f} %" for
 # %% tags=["predict"]
 guess = predict(conversations_16=None, conversations_256=None, short_requests_128=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-4"]
 def useful(jobs, block_size):
     """Percent of the slots in use that hold a token, on average over the steps of all requests."""
     held = torch.cat([torch.arange(prompt + 1, prompt + answer + 1) for prompt, answer in jobs])

@@ -124,7 +124,7 @@ show_source(StaticScheduler)
 # [attention.py](../../tutorial_engine/attention.py)). The matrix products do not care which token is whose. Only
 # attention does. (Orca calls this *selective batching*.) What would a rectangle cost, as wide as the longest?
 
-# %%
+# %% tags=["R124"]
 mixed = simulate(workload(12, (12, 80), (6, 40)), num_blocks=33, **sizes)
 counts = [[n for _, n in record.scheduled.values()] for record in mixed]
 flat, padded = sum(map(sum, counts)), sum(len(step) * max(step) for step in counts)
@@ -149,7 +149,7 @@ print(f"all {len(mixed)} steps: {flat} tokens in flat rows, {padded} in rectangl
 # %% tags=["predict"]
 guess = predict(static_steps=None, continuous_steps=None, fifth_gets_on_in_step=None, same_texts=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1", "R26", "R28", "R177"]
 with watch(llm, batch_occupancy) as continuous:
     answers = llm.generate(prompts, params, use_tqdm=False)
 
@@ -239,7 +239,7 @@ print(all(len(simulate([Job(4, n) for n in few], num_blocks=1000, max_num_seqs=8
 # %% tags=["predict"]
 guess = predict(gain_4_seats=None, gain_32_seats=None, gain_256_seats=None, gain_equal_lengths=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1"]
 def gain(lengths, seats):
     return static_steps(lengths, seats) / continuous_steps(lengths, seats)
 
@@ -290,7 +290,7 @@ for seats in (1, 4, 8, 16, 32, 64, 128, 256):
 guess = predict(longest_pause_ms_2048=None, longest_pause_ms_64=None, steps_for_the_prompt_64=None,
                 newcomer_waits_longer=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-2"]
 def late_arrival(budget, prompt=1024):
     jobs = [*[Job(8, 60)] * 3, Job(prompt, 4, arrival=0.19)]  # it comes after 0.19 seconds
     return simulate(jobs, num_blocks=301, max_num_seqs=4, max_num_batched_tokens=budget)
@@ -385,7 +385,7 @@ print("same tokens as alone:", said["3"] == list(alone))
 # %% tags=["predict"]
 guess = predict(preemptions=None, tokens_computed=None, same_words=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3"]
 story = tokenizer.encode("It had rained all night, and in the morning the street was a river. ") * 8
 crowd = [{"prompt_token_ids": story[i:i + 62]} for i in range(4)]
 with watch(llm, batch_occupancy, memory_map) as full:
@@ -451,7 +451,7 @@ knobs()
 # %% tags=["predict"]
 guess = predict(best_number_of_seats=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-4"]
 steps = {}
 print("seats   steps   preemptions   tokens computed")
 for seats in (8, 4, 3, 2):
