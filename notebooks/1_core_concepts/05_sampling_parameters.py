@@ -94,7 +94,7 @@ print(inspect.getdoc(sampler).split("\n\n")[1])
 # The same order in the code that is running. (`logits` has one row for each request of the step. A stage that no row
 # asks for is skipped.)
 
-# %%
+# %% tags=["objective-1"]
 show_source(Sampler.__call__, only=("raw = ", "apply_token_rules", "apply_penalties", "apply_bad_words",
                                     "processors.apply", "argmax", "div_(", "apply_min_p", "_draw(", "gather_logprobs"))
 
@@ -158,7 +158,7 @@ print("at temperature 1 they keep:", [num_kept(1.0, **knob) for knob in filters]
 # %% tags=["predict"]
 guess = predict(top_p_at_half=None, top_p_at_one_and_a_half=None, min_p_at_half=None, min_p_at_one_and_a_half=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1", "R33", "R178"]
 observe(guess, top_p_at_half=num_kept(0.5, top_p=0.9), top_p_at_one_and_a_half=num_kept(1.5, top_p=0.9),
         min_p_at_half=num_kept(0.5, min_p=0.1), min_p_at_one_and_a_half=num_kept(1.5, min_p=0.1))
 
@@ -229,7 +229,7 @@ print(f"{chances(0.5)[take]:.1%}")
 # %% tags=["predict"]
 guess = predict(percent_reported_for_take=None, sing_has_rank_1=None, entries_beside_sing=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-2"]
 requests = [SamplingParams(temperature=0.5, top_k=1, max_tokens=1, logprobs=2),
             SamplingParams(temperature=0, logit_bias={sing: 100}, max_tokens=1, logprobs=2)]
 cold, pushed = (output.outputs[0] for output in generate([prompt, prompt], requests))
@@ -282,7 +282,7 @@ print("temperature", defaults.temperature, " top_k", defaults.top_k, " max_token
 # %% tags=["predict"]
 guess = predict(different_without_params=None, different_with_max_tokens=None, tokens_with_empty_params=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-4", "R19", "R21", "R25", "R150"]
 def answers(*args):
     return [output.outputs[0] for output in house.generate([prompt] * 5, *args, use_tqdm=False)]
 
@@ -337,7 +337,7 @@ print(empty[0].finish_reason)
 # %% tags=["predict"]
 guess = predict(same_in_a_batch=None, second_is_seed_8=None, prompt_tokens_computed=None, blocks_held=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3", "objective-4", "R34", "R110", "R125"]
 story = ("In the small town by the sea there was a library where every book had been read by someone who loved it, and "
          "the old keeper knew each of their names. One day a stranger came in and asked for the only book that nobody "
          "had ever opened. The keeper")
@@ -399,7 +399,7 @@ for name, (start, number) in trace.records[0].scheduled.items():
 # %% tags=["predict"]
 guess = predict(different_with_1=None, different_with_2=None, same_beginning=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "R14", "R148"]
 penalties = (1.0, 1.1, 1.3, 2.0)
 requests = [SamplingParams(temperature=0, repetition_penalty=p, max_tokens=32, ignore_eos=True) for p in penalties]
 outputs = [output.outputs[0] for output in generate([prompt] * 4, requests)]
@@ -450,7 +450,7 @@ with expect_error(TypeError):
 # the last digits and change nothing, unless two tokens are nearly equal. How near do they come? The second engine
 # reports raw logits. Three prompts, 8 tokens each, together and then alone:
 
-# %%
+# %% tags=["R131", "R140"]
 prompts = ["Once upon a time", "In winter the birds", "To make bread you need"]
 greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 together = [output.outputs[0] for output in house.generate(prompts, greedy, use_tqdm=False)]
@@ -493,7 +493,7 @@ else:
 #
 # | task | settings | why |
 # |---|---|---|
-# | extraction, classification, tests | `temperature=0`, enough `max_tokens` | one answer; if it changes, there is a reason |
+# | extraction, classification, tests | `temperature=0`, enough `max_tokens` | one answer, not a lot |
 # | chat | what the model's maker recommends, in the file | they have measured it for this model |
 # | several candidates, to choose from | `n=8`, temperature 0.7 to 1, a seed | they must differ, and be repeatable |
 # | evaluation | everything written down, `generation_config="vllm"` | a file may change with the next revision |
@@ -552,8 +552,8 @@ else:
 # Nothing, it is reset. The penalty is applied before the largest logit is taken, so it can change the choice.
 # </details>
 #
-# <details><summary>6. ●● A prompt of 100 tokens, <code>n=4</code>, blocks of 16. How many prompt tokens are computed, and
-# how many blocks are held at first?</summary>
+# <details><summary>6. ●● A prompt of 100 tokens, <code>n=4</code>, blocks of 16. How many prompt tokens are computed,
+# and how many blocks are held at first?</summary>
 #
 # Six full blocks are 96 tokens: 100 + 3 × 4 = 112. Blocks: 6 + 4 = 10.
 # </details>
@@ -573,8 +573,8 @@ else:
 # whole run, if the calls and their order are the same. That is enough for a script, and not for a server.
 # </details>
 #
-# <details><summary>9. ●●● Somebody sets <code>repetition_penalty=1.3</code> for summaries, because one had the same sentence
-# twice. What do you say?</summary>
+# <details><summary>9. ●●● Somebody sets <code>repetition_penalty=1.3</code> for summaries, because one had the same
+# sentence twice. What do you say?</summary>
 #
 # It counts the prompt too, so the words of the text to be summarised become unlikely: names, numbers, terms. Look first
 # at why it repeats: a greedy choice, a cut-off prompt, a missing chat template. If a penalty at all, then a small

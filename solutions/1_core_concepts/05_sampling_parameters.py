@@ -28,7 +28,7 @@ from tutorial_engine.notebook import observe, predict
 # top_p 0.6      kept   kept
 # ```
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-1"]
 def top_p_kept(probs, top_p):
     """The ids that are kept, likeliest first; equal ones in the order of their ids."""
     # BEGIN SOLUTION
@@ -64,7 +64,7 @@ nucleus
 # Keep each token that is at least `min_p` times as likely as the likeliest one. You get logits, and the temperature
 # comes first: divide the logits by it.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-1"]
 def min_p_kept(logits, temperature, min_p):
     """The ids that are kept, in the order of the ids."""
     # BEGIN SOLUTION
@@ -94,7 +94,7 @@ bar
 # For each token that occurs in the prompt or in the output: divide its logit by the penalty if it is positive, multiply
 # if not. How often it occurs does not matter.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-1"]
 def repetition_penalty(logits, prompt, output, penalty):
     """A new list of logits. prompt and output are lists of token ids."""
     # BEGIN SOLUTION
