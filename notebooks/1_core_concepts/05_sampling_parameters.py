@@ -124,7 +124,8 @@ show_source(apply_min_p)
 
 # %%
 show_source(Sampler._draw, only=("whole] =",))
-show_source(sampler.noise_key, only=("def ", "x = (seed"))
+show_source(sampler.noise_key, only=("def ",))
+show_source(sampler.gumbel_noise, only=("def ", "x = keys"))
 
 # %% [markdown]
 # It is computed from three numbers: the request's **seed**, the **position** in the text, the **token**. There is no
