@@ -136,7 +136,8 @@ show_source(sampler.gumbel_noise, only=("def ", "x = keys"))
 #
 # ### 1. Three filters on three wheels
 #
-# This function does what the engine does, with the engine's own functions, for our one row:
+# This function does what the engine does, with the engine's own functions, for our one row. (The row holds logprobs,
+# which are the logits minus one constant. No softmax sees the difference.)
 
 # %%
 def chances(temperature, top_k=0, top_p=1.0, min_p=0.0):
@@ -352,7 +353,8 @@ observe(guess, same_in_a_batch=crowded == alone, second_is_seed_8=four[1].token_
 
 # %%
 for name, (start, number) in trace.records[0].scheduled.items():
-    print(f"first step, request {name}: tokens {start} to {start + number - 1}, blocks {trace.records[0].tables[name]}")
+    print(f"answer {name.partition('_')[0]}, first step: tokens {start} to {start + number - 1} computed,",
+          f"blocks {trace.records[0].tables[name]}")
 
 # %% [markdown]
 # **How to read it.** `2_0` is answer 2 of request 0. Each of the four tables begins with the same three blocks, and
