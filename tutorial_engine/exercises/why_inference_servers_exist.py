@@ -32,3 +32,16 @@ def check_count_output_tokens(answer: Answer) -> None:
     answer([7, 8, 9, 5], 3, 0).gives(1, "prompt_len: the first three tokens are the prompt, nobody wrote them.")
     answer([7, 5, 0, 0, 0], 1, 0).gives(2, "eos: it was written and counts once. What follows it is padding.")
     answer([0, 7, 5], 1, 0).gives(2, "an eos in the prompt: it ends nothing.")
+
+
+def cost_per_million(tokens_per_second: float, dollars_per_hour: float) -> float:
+    """Dollars for a million tokens, on a machine that is busy all the time."""
+    return dollars_per_hour / (tokens_per_second * 3600) * 1_000_000
+
+
+@check(cost_per_million)
+def check_cost_per_million(answer: Answer) -> None:
+    """The rent is paid by the hour, so twice the tokens per second halve the price of a token."""
+    answer(1000, 3.6).gives(1.0, "1,000 tokens a second are 3.6 million an hour, for 3.6 dollars.")
+    answer(2000, 3.6).gives(0.5, "tokens_per_second: twice as fast is half the price.")
+    answer(1000, 7.2).gives(2.0, "dollars_per_hour: twice the rent is twice the price.")
