@@ -60,7 +60,7 @@ class NoTokenizer:
 
 
 def build_engine(name: str, **kwargs: Any) -> LLMEngine:
-    args = EngineArgs(max_model_len=MAX_MODEL_LEN, **{"max_num_seqs": 256, **kwargs})
+    args = EngineArgs(**{"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 256, **kwargs})
     if name == DEFAULT_MODEL:
         return LLMEngine.from_engine_args(args)
     model = MODELS[name]

@@ -16,6 +16,7 @@ Owns: the buffers, recording, replaying. Does not own: what a step computes (`mo
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -30,6 +31,9 @@ from tutorial_engine.sampler import noise_keys
 
 if TYPE_CHECKING:
     from tutorial_engine.models.decoder import Decoder
+
+
+_RECORDED: weakref.WeakSet[StepGraphs] = weakref.WeakSet()  # all that live
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -97,7 +101,10 @@ def graph_bytes(config: EngineConfig, model: Decoder, input_batch: InputBatch, t
 
 def empty_device_cache() -> None:
     """Give memory that torch holds in reserve back to the GPU."""
-    torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream that a graph was recorded on
+    # cuBLAS keeps 32 MiB for each stream that a graph was recorded on, and graphs remember where they are: as long as
+    # another engine of this process has some, they stay.
+    if not _RECORDED:
+        torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
 
 
@@ -128,6 +135,7 @@ class StepGraphs:
         self.logits = torch.empty(self.decode_sizes[-1], model.config.vocab_size, dtype=model.dtype,
                                   device=model.device)
         self._graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        _RECORDED.add(self)
         self._record()
 
     def _num_tiles(self, num_tokens: int) -> int:

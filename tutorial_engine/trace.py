@@ -77,6 +77,16 @@ class StepRecord:
         """Tokens computed in this step."""
         return self.budget - self.budget_left
 
+    @property
+    def blocks_held(self) -> int:
+        """Blocks that somebody held while the model ran. A block that several share counts once."""
+        return len({block for table in self.tables.values() for block in table})
+
+    @property
+    def seconds(self) -> float:
+        """How long the step took, planning included."""
+        return self.time - self.started
+
 
 class Trace:
     """Records the steps of an engine: ``with Trace(llm) as trace: llm.generate(...)``.
@@ -211,6 +221,16 @@ class Trace:
 
         Path(path).write_text(json.dumps(trace_events(self), separators=(",", ":")), encoding="utf-8")
 
+    @property
+    def tokens_computed(self) -> int:
+        """Tokens that went through the model, in all steps together."""
+        return sum(record.num_tokens for record in self.records)
+
+    @property
+    def seconds(self) -> float:
+        """How long all steps took together; what passed between them does not count."""
+        return sum(record.seconds for record in self.records)
+
     def __len__(self) -> int:
         return len(self.records)
 
@@ -218,8 +238,7 @@ class Trace:
         return iter(self.records)
 
     def __repr__(self) -> str:
-        tokens = sum(r.num_tokens for r in self.records)
-        return (f"Trace({len(self.records):,} steps, {tokens:,} tokens computed, {self.num_blocks:,} blocks of "
+        return (f"Trace({len(self.records):,} steps, {self.tokens_computed:,} tokens computed, {self.num_blocks:,} blocks of "
                 f"{self.block_size} tokens)")
 
 

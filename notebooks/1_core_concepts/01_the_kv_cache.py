@@ -160,10 +160,6 @@ print(f"{shape.num_hidden_layers} layers, {shape.num_key_value_heads} KV heads,"
 guess = predict(tokens_with_cache=None, tokens_without=None, same_text=None)
 
 # %% tags=["experiment"]
-def computed(trace):
-    return sum(num_tokens for record in trace for _, num_tokens in record.scheduled.values())
-
-
 greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 with Trace(llm) as kept:
     answer = llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)[0].outputs[0]
@@ -171,7 +167,7 @@ text = list(prompt)
 with Trace(llm) as thrown_away:
     for _ in range(NUM_TOKENS):
         text.append(next_token(text))
-observe(guess, tokens_with_cache=computed(kept), tokens_without=computed(thrown_away),
+observe(guess, tokens_with_cache=kept.tokens_computed, tokens_without=thrown_away.tokens_computed,
         same_text=text[len(prompt):] == list(answer.token_ids))
 
 # %% [markdown]
@@ -184,7 +180,7 @@ def draw_steps(ax, trace, title):
         ((first, num_tokens),) = record.scheduled.values()
         ax.barh(y, first, color="#d0d0d0", edgecolor="white", height=0.9)
         ax.barh(y, num_tokens, left=first, color="#74c3ec", edgecolor="white", height=0.9)
-    ax.set(title=f"{title}: {computed(trace):,} tokens computed", xlabel="place in the text", ylabel="step")
+    ax.set(title=f"{title}: {trace.tokens_computed:,} tokens computed", xlabel="place in the text", ylabel="step")
     ax.invert_yaxis()
 
 
@@ -205,8 +201,8 @@ print(f"{with_cache:,} tokens against {without:,}: {without / with_cache:.0f} ti
 # Is it also so many times *faster*? Measure (your machine's numbers, compared with nothing):
 
 # %% tags=["timing", "nbval-ignore-output"]
-times_fewer = computed(thrown_away) / computed(kept)
-times_faster = thrown_away.records[-1].time / kept.records[-1].time
+times_fewer = thrown_away.tokens_computed / kept.tokens_computed
+times_faster = thrown_away.seconds / kept.seconds
 print(f"{times_fewer:.0f} times fewer tokens, {times_faster:.1f} times less time")
 
 # %% [markdown]
@@ -375,7 +371,7 @@ with watch(llm, memory_map) as trace:
     llm.generate([{"prompt_token_ids": ids} for ids in prompts], each, use_tqdm=False)
 
 # %%
-held = [sum(map(len, record.tables.values())) for record in trace]
+held = [record.blocks_held for record in trace]
 observe(guess, blocks_in_the_first_step=held[0], most_blocks_at_once=max(held),
         blocks_afterwards=free_before - trace.records[-1].num_free)
 
@@ -420,7 +416,7 @@ def decode_seconds(context):
     ids = random.Random(0).choices(range(1000, 20_000), k=context)
     with Trace(llm) as trace:
         llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
-    return min(record.time - record.started for record in trace.records[1:])
+    return min(record.seconds for record in trace.records[1:])
 
 
 short, long = decode_seconds(16), decode_seconds(LONG_CONTEXT)

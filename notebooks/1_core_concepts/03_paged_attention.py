@@ -487,7 +487,7 @@ for skip in (True, False):
     params = SamplingParams(n=3, seed=0, max_tokens=20, ignore_eos=True, skip_reading_prefix_cache=skip)
     with Trace(llm) as samples:
         llm.generate(prompt, params, use_tqdm=False)
-    blocks[skip] = len({block for table in samples.records[-1].tables.values() for block in table})
+    blocks[skip] = samples.records[-1].blocks_held
     computed[skip] = sum(n for record in samples for start, n in record.scheduled.values() if start < 100)
 observe(guess, blocks_without=blocks[True], blocks_with=blocks[False], prompt_tokens_without=computed[True],
         prompt_tokens_with=computed[False])

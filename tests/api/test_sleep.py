@@ -134,3 +134,12 @@ def test_l3_the_end_of_an_answer_is_known_from_the_config(tiny_model: Path) -> N
     params = greedy(5, logit_bias={1: 100.0})
     (output,) = bare.generate(PROMPT, params, use_tqdm=False)
     assert output.outputs[0].token_ids == [1] and output.outputs[0].finish_reason == "stop"
+
+
+def test_an_engine_survives_the_end_of_another(llm: LLM, tiny_model: Path) -> None:
+    """On a GPU both record graphs, which remember where cuBLAS has its workspace: it must not go with the first."""
+    right = ids(llm)
+    for _ in range(2):
+        LLM(str(tiny_model), num_gpu_blocks_override=33, max_model_len=256).close()
+        llm.reset_prefix_cache()
+        assert ids(llm) == right

@@ -47,6 +47,17 @@ def record_crowd() -> tuple[Trace, list[dict[str, Any]]]:
     return trace, seen
 
 
+def test_sums_are_those_of_the_records() -> None:
+    """Counted block by block and span by span. Shared blocks count once, which a sum of table lengths would miss."""
+    trace, _ = record_crowd()
+    assert trace.tokens_computed == sum(n for record in trace for _, n in record.scheduled.values())
+    for record in trace:
+        assert record.blocks_held == sum(any(block in table for table in record.tables.values()) for block in range(13))
+    assert any(record.blocks_held < sum(map(len, record.tables.values())) for record in trace)
+    assert trace.seconds == pytest.approx(sum(record.time - record.started for record in trace))
+    assert 0 < trace.seconds <= trace.records[-1].time and Trace().seconds == Trace().tokens_computed == 0
+
+
 def test_records_agree_with_the_scheduler() -> None:
     trace, seen = record_crowd()
     assert len(trace) == len(seen) == len(list(trace)) > 20

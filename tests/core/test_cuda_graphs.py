@@ -1,10 +1,11 @@
 """What of CUDA graphs can be tested without a GPU: which sizes are recorded, and who may use the short way."""
 
 import pytest
+import torch
 
 from tests.core.support import make_request
-from tutorial_engine import SamplingParams
-from tutorial_engine.cuda_graphs import decode_sizes, forward_sizes
+from tutorial_engine import SamplingParams, cuda_graphs
+from tutorial_engine.cuda_graphs import StepGraphs, decode_sizes, empty_device_cache, forward_sizes
 from tutorial_engine.sampler import NEVER, plain_from
 
 
@@ -38,3 +39,17 @@ def test_a_step_with_prompts_is_padded_by_an_eighth_at_most(budget: int) -> None
     assert sizes == sorted(set(sizes)) and sizes[-1] == budget and len(sizes) < 130
     for below, size in zip([0, *sizes], sizes, strict=False):
         assert size - (below + 1) <= max(15, size / 8)
+
+
+def test_workspaces_stay_as_long_as_graphs_remember_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines in one process: what one gives back when it closes must not be what the other's graphs write to."""
+    cleared = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append(1), raising=False)
+    monkeypatch.setattr(cuda_graphs, "_RECORDED", type(cuda_graphs._RECORDED)())
+    graphs = StepGraphs.__new__(StepGraphs)
+    cuda_graphs._RECORDED.add(graphs)
+    empty_device_cache()
+    assert not cleared
+    del graphs
+    empty_device_cache()
+    assert cleared
