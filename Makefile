@@ -1,7 +1,7 @@
 # Everything a reader needs is one word: make demo, make test, make lab. Each sets up what is missing, and nothing else
 # on the machine is touched: packages go into .venv, the default model into the user's cache.
 
-.PHONY: help demo test test-colab lab notebooks exercises fast bench mutation lint setup model clean
+.PHONY: help demo test test-code test-notebooks test-colab lab notebooks exercises fast bench mutation lint setup model clean
 .DEFAULT_GOAL := help
 
 VENV := .venv
@@ -38,10 +38,16 @@ help:
 demo: setup
 	$(PY) tools/run_demo.py
 
+# Side by side, on one core each: two threads of torch that share a core with another process wait for each other.
 test: setup $(KERNELS_STAMP)
+	@$(MAKE) -j 2 test-code test-notebooks
+
+test-code:
 	$(PY) -m pytest -q tests
+
+test-notebooks:
 	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels || test $$? -eq 5  # 5: no Triton here, nothing to test
-	$(if $(NOTEBOOKS),TUTORIAL_LIVE=0 $(PY) $(REPLAY) $(NOTEBOOKS))
+	$(if $(NOTEBOOKS),OMP_NUM_THREADS=1 TUTORIAL_LIVE=0 $(PY) $(REPLAY) $(NOTEBOOKS))
 
 # As on Colab: what its image has, then this package with --no-deps, which must leave everything else as it was.
 test-colab: $(COLAB_STAMP)
@@ -56,10 +62,10 @@ lab: setup
 	$(PY) -m jupyterlab
 
 notebooks: setup
-	$(PY) tools/build_notebooks.py
+	$(PY) tools/build_notebooks.py --run
 
 exercises: setup
-	$(PY) tools/build_exercises.py
+	$(PY) tools/build_exercises.py --run
 
 fast: setup
 	$(PY) tools/run_fast.py

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tutorial_engine.notebook import Observation, expect_error, is_live, observe, predict
+from tutorial_engine.notebook import Observation, compare, expect_error, is_live, observe, predict, show_source
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -147,3 +147,37 @@ def test_html_is_escaped() -> None:
 def test_predicting_one_thing_and_measuring_another_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"predicted \['blocks'\], measured \['steps'\]"):
         observe(predict(blocks=None), steps=3)
+
+
+def test_published_numbers_beside_ours() -> None:
+    table = compare(paper={"13B": 15.7, "a<b": 9}, our_own={"a<b": 9.5678, "13B": 12345.6})
+    assert repr(table).splitlines() == ["     paper  our own", "13B  15.7   12,300", "a<b  9      9.57"]
+    assert "<td" in table._repr_html_() and "a&lt;b" in table._repr_html_()
+    for wrong in ({}, {"paper": {}}, {"paper": {"a": 1}, "ours": {"b": 1}}):
+        with pytest.raises(ValueError, match="needs the same rows in each column"):
+            compare(**wrong)
+
+
+class Shown:
+    def method(self) -> list[int]:
+        """Something to print."""
+        first_number, second_number = 1, 2  # a comment that is so long that the whole line does not fit a page any more
+        return [first_number, second_number, first_number + second_number, first_number * second_number, first_number]
+
+
+def test_source_is_shown_without_indent_and_fits_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    show_source(Shown.method)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "def method(self) -> list[int]:",
+        '    """Something to print."""',
+        "    # a comment that is so long that the whole line does not fit a page any more",
+        "    first_number, second_number = 1, 2",
+        "    return [first_number, second_number, first_number + second_number, first_number * second_number,",
+        "        first_number]"]
+    show_source(Shown.method, only=("Something",))
+    assert capsys.readouterr().out == '"""Something to print."""\n'
+    with pytest.raises(ValueError, match="'gone' is in no line of Shown.method"):
+        show_source(Shown.method, only=("Something", "gone"))
+    with pytest.raises(TypeError, match="only must be a tuple"):
+        show_source(Shown.method, only="Something")

@@ -113,10 +113,10 @@ def _filled(region: re.Match[str]) -> str:
     return region["answer"].rstrip("\n")
 
 
-def build(source: Path, root: Path = ROOT) -> None:
-    """Assemble, run and write both notebooks of one source."""
+def build(source: Path, root: Path = ROOT, run: bool = False) -> None:
+    """Assemble, run and write both notebooks of one source. `run`: even if only words have changed."""
     for kind in KINDS:
-        finish(assemble(source, kind, root), target(source, kind, root))
+        finish(assemble(source, kind, root), target(source, kind, root), run)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
     python tools/build_notebooks.py                                        # every source under notebooks/
     python tools/build_notebooks.py notebooks/1_core_concepts/01_name.py   # these only
+    python tools/build_notebooks.py --run                                  # run all cells in any case
+
+If only words have changed, the stored outputs are kept and nothing runs. Whoever has changed the engine says --run.
 
 Owns everything about an ``.ipynb`` file that its author should not have to think about: the set-up cell (the same in
 every notebook), the Colab badge under the title, cell ids, metadata, and outputs that are the same on every machine.
@@ -137,30 +140,50 @@ def clean(notebook: NotebookNode) -> None:
         cell.outputs = kept
 
 
-def build(source: Path, root: Path = ROOT) -> Path:
-    """Assemble, run and write one notebook beside its source; returns the notebook's path."""
-    return finish(assemble(source, root), source.with_suffix(".ipynb"))
+def build(source: Path, root: Path = ROOT, run: bool = False) -> Path:
+    """Assemble, run and write one notebook beside its source; returns the notebook's path. `run`: see `finish`."""
+    return finish(assemble(source, root), source.with_suffix(".ipynb"), run)
 
 
-def finish(notebook: NotebookNode, target: Path) -> Path:
-    """Run an assembled notebook in the folder where it will lie, and write it there; returns ``target``."""
+def finish(notebook: NotebookNode, target: Path, run: bool = False) -> Path:
+    """Run an assembled notebook in the folder where it will lie, and write it there; returns ``target``.
+
+    If the notebook that lies there has the same code, its outputs are taken over instead, unless ``run`` is true.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    execute(notebook, target.parent)
+    if run or not keep_outputs(notebook, target):
+        execute(notebook, target.parent)
     clean(notebook)
     nbformat.write(notebook, target)
     return target
 
 
-def main(arguments: list[str], build: Callable[[Path], object] = build,
+def keep_outputs(notebook: NotebookNode, target: Path) -> bool:
+    """Copy the outputs of ``target`` if all its code cells were run and are those of ``notebook``; say whether."""
+    if not target.is_file():
+        return False
+    old, new = ([cell for cell in book.cells if cell.cell_type == "code"]
+                for book in (nbformat.read(target, as_version=4), notebook))
+    if [(cell.source, cell.metadata.get("tags")) for cell in old] != [
+            (cell.source, cell.metadata.get("tags")) for cell in new] or any(
+            cell.execution_count is None for cell in old):
+        return False
+    for before, cell in zip(old, new):
+        cell.outputs, cell.execution_count = before.outputs, before.execution_count
+    return True
+
+
+def main(arguments: list[str], build: Callable[..., object] = build,
          sources: Callable[[], list[Path]] = sources) -> int:
-    """Build the sources named on the command line, or all of them."""
-    chosen = [Path(argument).resolve() for argument in arguments] or sources()
+    """Build the sources named on the command line, or all; ``--run``: run them even if their code is as before."""
+    run = "--run" in arguments
+    chosen = [Path(argument).resolve() for argument in arguments if argument != "--run"] or sources()
     for source in chosen:
         if source.suffix != ".py" or not source.is_file():
             print(f"{source} is not a notebook source: give the .py file, not the .ipynb", file=sys.stderr)
             return 2
         print(f"building {source.relative_to(ROOT)}", flush=True)
-        build(source)
+        build(source, run=run)
     return 0
 
 

@@ -332,7 +332,15 @@ def show(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(text.split()))
 
 
-_REPR = reprlib.Repr()
+class _Repr(reprlib.Repr):
+    """Short; a float to six digits if it is close to that, since 0.30000000000000004 is nobody's answer."""
+
+    def repr_float(self, value: float, level: int) -> str:
+        rounded = float(f"{value:.6g}")
+        return repr(rounded if math.isclose(value, rounded, rel_tol=1e-9) or len(repr(value)) > 9 else value)
+
+
+_REPR = _Repr()
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxdict = 12
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 120
 

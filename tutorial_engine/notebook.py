@@ -9,9 +9,11 @@ prints the same text on every machine, because the stored output of each noteboo
 """
 
 import html
+import inspect
 import os
 import random
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,31 +122,97 @@ def observe(guesses: Mapping[str, Any], **measured: Any) -> "Observation":
     return Observation({name: (guesses[name], measured[name]) for name in guesses})
 
 
-class Observation:
-    """A table "yours / measured" that shows itself, as HTML in a notebook and as text in a terminal.
+def compare(**columns: Mapping[str, Any]) -> "Table":
+    """Published numbers beside one's own: ``compare(paper={"13B": 15.7}, ours={"13B": 15.73})`` as a cell's last line.
 
-    Floats are shown, and compared, to three significant digits.
+    Args:
+        columns: what stands above a column -> {row: value}. Floats are shown to three significant digits.
+
+    Raises:
+        ValueError: no column, or two that have not the same rows.
+    """
+    rows = list(next(iter(columns.values()), ()))
+    if not rows or any(set(column) != set(rows) for column in columns.values()):
+        raise ValueError("compare(paper={...}, ours={...}) needs the same rows in each column, got "
+                         + "; ".join(f"{name}: {sorted(column)}" for name, column in columns.items()))
+    return Table(("", *(_words(name) for name in columns)),
+                 [(_words(row), *(_show(_plain(column[row])) for column in columns.values())) for row in rows])
+
+
+def show_source(thing: Callable[..., Any], only: Sequence[str] = ()) -> None:
+    """Print the source of a function, method or class that is running, without its indentation.
+
+    Lines of more than 100 characters are broken, so that a page of a notebook need not be scrolled sideways.
+
+    Args:
+        only: print lines that contain one of these pieces of text, and no others.
+
+    Raises:
+        TypeError: `only` is one string. ValueError: one of its pieces is in no line: the source has changed.
+    """
+    if isinstance(only, str):
+        raise TypeError(f"only must be a tuple of pieces of text, got the string {only!r}.")
+    lines = inspect.getsource(thing).splitlines()
+    for piece in only:
+        if not any(piece in line for line in lines):
+            raise ValueError(f"{piece!r} is in no line of {thing.__qualname__}.")
+    chosen = [line for line in lines if not only or any(piece in line for piece in only)]
+    is_prose = False  # inside of a docstring
+    for line in textwrap.dedent("\n".join(chosen)).splitlines():
+        print("\n".join(_broken(line, is_prose or line.lstrip().startswith('"""'))))
+        is_prose ^= line.count('"""') % 2 == 1
+
+
+MAX_COLUMNS = 100
+
+
+def _broken(line: str, is_prose: bool = False) -> list[str]:
+    """A line in pieces; of code, the second and further ones are indented by four more. Comments go above it."""
+    if len(line) <= MAX_COLUMNS:
+        return [line]
+    indent = line[:len(line) - len(line.lstrip())]
+    code, hash_sign, comment = line.partition("  # ")
+    if hash_sign and code.strip() and not is_prose:
+        return [*_broken(f"{indent}# {comment}"), *_broken(code)]
+    further = indent + ("" if is_prose else "# " if line.lstrip().startswith("# ") else "    ")
+    return textwrap.wrap(line, MAX_COLUMNS, subsequent_indent=further, break_long_words=False, break_on_hyphens=False)
+
+
+class Table:
+    """A small table that shows itself, as HTML in a notebook and as text in a terminal.
+
+    Attributes:
+        header: one cell for each column. rows: the same for each row; all cells are text.
     """
 
-    def __init__(self, pairs: Mapping[str, tuple[Any, Any]]) -> None:
-        self.rows = [(name.replace("_", " "), *_compare(*pair)) for name, pair in pairs.items()]
+    def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self.header, self.rows = tuple(header), list(map(tuple, rows))
 
     def __repr__(self) -> str:
-        table = [_HEADER, *self.rows]
+        table = [self.header, *self.rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
         return "\n".join(line.rstrip() for line in lines)
 
     def _repr_html_(self) -> str:
         style = 'style="text-align: left; padding: 2px 16px 2px 0"'
-        head = "".join(f"<th {style}>{cell}</th>" for cell in _HEADER)
+        head = "".join(f"<th {style}>{html.escape(cell)}</th>" for cell in self.header)
         body = "".join(
             "<tr>" + "".join(f"<td {style}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows
         )
         return f"<table><tr>{head}</tr>{body}</table>"
 
 
-_HEADER = ("", "yours", "measured", "")
+class Observation(Table):
+    """A table "yours / measured". Floats are shown, and compared, to three significant digits."""
+
+    def __init__(self, pairs: Mapping[str, tuple[Any, Any]]) -> None:
+        super().__init__(("", "yours", "measured", ""),
+                         [(_words(name), *_compare(*pair)) for name, pair in pairs.items()])
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _compare(guess: Any, measured: Any) -> tuple[str, str, str]:

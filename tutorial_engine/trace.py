@@ -17,9 +17,11 @@ import dataclasses
 import gzip
 import itertools
 import json
+import re
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from tutorial_engine.scheduler import Scheduler, SchedulerOutput
 
 FORMAT_VERSION = 2
+Names = Mapping[str, str] | Sequence[str] | None
 MAX_FREE = 64  # so many of the free blocks are recorded, the next one to be reused first
 
 
@@ -94,16 +97,18 @@ class Trace:
     Args:
         llm: an LLM, LLMEngine or AsyncLLM; None for a trace that is loaded from a file.
         clock: returns seconds; a simulation brings its own, which its requests' `arrival_time` must follow.
+        names: what pictures call the requests, see `named`.
 
     Raises:
-        TypeError: something else than an engine.
+        TypeError: something else than an engine, or than names.
 
     Attributes:
-        records: one per step. num_blocks, block_size: of the pool.
+        records: one per step. num_blocks, block_size: of the pool. names: as given.
     """
 
-    def __init__(self, llm: Any = None, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, llm: Any = None, clock: Callable[[], float] | None = None, names: Names = None) -> None:
         self.records: list[StepRecord] = []
+        self.names = _checked(names)
         self.num_blocks = self.block_size = 0
         self._clock = clock or time.monotonic
         self._began = self._clock()
@@ -187,10 +192,48 @@ class Trace:
             self._seen = {i for i in self._seen if public_id(i) in unfinished}
         self.records = records
 
+    def named(self, names: Names = None) -> Trace:
+        """This trace with names in place of ids. Every picture is drawn from it; the records here keep their ids.
+
+        Ids that an LLM gave, "33", "34", "35", count all requests it ever had. In a picture they count from 0, as the
+        prompts of a call do. So do all ids that are consecutive whole numbers; any others stay as they are.
+
+        Args:
+            names: ``{"33": "Ada"}``, or a list in order of arrival; None: `self.names`. Requests without a name are
+                called as if there were no names at all; names without a request are not used. Answer i of the request
+                that is called Ada is "i_Ada".
+
+        Raises:
+            TypeError: neither a mapping nor a list of strings.
+            ValueError: two requests would have the same name.
+        """
+        names = self.names if names is None else _checked(names)
+        records = self.records[:]  # an engine may append meanwhile, from another thread
+        requests = list(dict.fromkeys(i for r in records for i in [*r.arrived, *r.scheduled, *r.running, *r.waiting,
+                                                                   *r.tables]))
+        given = names if isinstance(names, Mapping) else dict(zip(requests, names or ()))
+        called = _count_from_zero(requests)
+        for request in requests:
+            child = _CHILD.fullmatch(request)
+            if request in given:
+                called[request] = given[request]
+            elif child and child["parent"] in given:
+                called[request] = f"{child['number']}_{given[child['parent']]}"
+        if len(set(called.values())) < len(called):
+            name, _ = Counter(called.values()).most_common(1)[0]
+            raise ValueError(f"Each request needs a name of its own, and more than one would be called {name!r}.")
+        if all(request == name for request, name in called.items()):
+            return self
+        renamed = Trace()
+        renamed.num_blocks, renamed.block_size = self.num_blocks, self.block_size
+        renamed.records = [_renamed(record, called) for record in records]
+        return renamed
+
     def save(self, path: str | Path) -> None:
         """Write the trace as JSON, compressed if the name ends in ".gz". Perfetto's format: see `export_perfetto`."""
         text = json.dumps({"version": FORMAT_VERSION, "num_blocks": self.num_blocks, "block_size": self.block_size,
-                           "records": _shrink(self.records)}, separators=(",", ":"))
+                           **({"names": self.names} if self.names else {}), "records": _shrink(self.records)},
+                          separators=(",", ":"))
         data = text.encode()
         # mtime=0: the same trace gives the same file
         Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
@@ -205,6 +248,7 @@ class Trace:
             version = content["version"]
             if version == FORMAT_VERSION:
                 trace.num_blocks, trace.block_size = int(content["num_blocks"]), int(content["block_size"])
+                trace.names = _checked(content.get("names"))
                 trace.records = _expand(content["records"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, EOFError, zlib.error,
                 gzip.BadGzipFile) as error:
@@ -238,13 +282,44 @@ class Trace:
         return iter(self.records)
 
     def __repr__(self) -> str:
-        return (f"Trace({len(self.records):,} steps, {self.tokens_computed:,} tokens computed, {self.num_blocks:,} blocks of "
-                f"{self.block_size} tokens)")
+        return (f"Trace({len(self.records):,} steps, {self.tokens_computed:,} tokens computed, "
+                f"{self.num_blocks:,} blocks of {self.block_size} tokens)")
 
 
 def public_id(internal_id: str) -> str:
     """"0-0000002a" -> "0": the user's id without the suffix that makes it unique."""
     return internal_id.rpartition("-")[0] or internal_id
+
+
+def _checked(names: Names) -> Names:
+    if names is None:
+        return None
+    words = [*names, *names.values()] if isinstance(names, Mapping) else names
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        raise TypeError(f'names must be {{"33": "Ada"}}, by id, or ["Ada", "Ben"], in order of arrival; got {names!r}.')
+    return names
+
+
+_CHILD = re.compile(r"(?P<number>\d+)_(?P<parent>.+)")  # answer i of a request with n > 1
+
+
+def _count_from_zero(requests: Iterable[str]) -> dict[str, str]:
+    """request -> the number that it has in its call, or its id if the ids are not consecutive numbers."""
+    called = {request: request for request in requests}
+    parents = {request: child["parent"] if (child := _CHILD.fullmatch(request)) else request for request in called}
+    numbers = {int(parent) for parent in parents.values() if parent.isdecimal()}
+    if not numbers or not all(parent.isdecimal() for parent in parents.values()) \
+            or max(numbers) - min(numbers) >= len(numbers):
+        return called
+    return {request: request.removesuffix(parents[request]) + str(int(parents[request]) - min(numbers))
+            for request in called}
+
+
+def _renamed(record: StepRecord, called: Mapping[str, str]) -> StepRecord:
+    changes: dict[str, Any] = {name: {called.get(i, i): value for i, value in getattr(record, name).items()}
+                               for name in _BY_REQUEST}
+    changes |= {name: [called.get(i, i) for i in getattr(record, name)] for name in ("preempted", "running")}
+    return dataclasses.replace(record, **changes)
 
 
 # In the file, a table is [blocks that it has in common with the step before, further blocks ...], and what is empty is
@@ -288,3 +363,4 @@ def _expand(entries: list[dict[str, Any]]) -> list[StepRecord]:
 _REQUIRED = {f.name for f in dataclasses.fields(StepRecord) if f.default is f.default_factory}
 _KINDS = {name: (int, float) if kind == "float" else {"int": int, "list": list, "dict": dict}[kind.partition("[")[0]]
           for name, kind in StepRecord.__annotations__.items()}
+_BY_REQUEST = [name for name, kind in StepRecord.__annotations__.items() if kind.startswith("dict[str")]

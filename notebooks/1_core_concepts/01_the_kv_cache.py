@@ -17,14 +17,13 @@ NUM_TOKENS = 24  # tokens that are written in experiment 1; fast: 4
 LONG_CONTEXT = 1024  # tokens of the long text in experiment 4; fast: 64
 
 # %%
-import inspect
 import random
 
 import matplotlib.pyplot as plt
 import torch
 
 from tutorial_engine import LLM, SamplingParams
-from tutorial_engine.notebook import expect_error, observe, predict
+from tutorial_engine.notebook import expect_error, observe, predict, show_source
 from tutorial_engine.trace import Trace
 
 # %% [markdown]
@@ -110,10 +109,8 @@ for _ in range(4):
 # %%
 from tutorial_engine.models.decoder import DecoderLayer
 
-work = ("qkv_proj(", "qkv.split", "apply_rope", "kv_cache.write", "paged_attention(")
-for line in inspect.getsource(DecoderLayer.forward).splitlines():
-    if any(word in line for word in work):
-        print(line.strip())
+show_source(DecoderLayer.forward,
+            only=("qkv_proj(", "qkv.split", "apply_rope", "kv_cache.write", "paged_attention("))
 
 # %% [markdown]
 # Read it like this. One matrix product makes query, key and value, *for the tokens of this step only*. `apply_rope`
@@ -139,7 +136,7 @@ print(f"{cache.num_bytes:,} bytes in all, room for {cache.num_blocks * cache.blo
 # %%
 from tutorial_engine.kv_cache import kv_bytes_per_token
 
-print(inspect.getsource(kv_bytes_per_token))
+show_source(kv_bytes_per_token)
 shape = llm.llm_engine.model_runner.model.config
 print(f"{shape.num_hidden_layers} layers, {shape.num_key_value_heads} KV heads,",
       f"{shape.head_dim} numbers of 4 bytes: {kv_bytes_per_token(shape, torch.float32):,} bytes a token")
@@ -159,7 +156,7 @@ print(f"{shape.num_hidden_layers} layers, {shape.num_key_value_heads} KV heads,"
 # %% tags=["predict"]
 guess = predict(tokens_with_cache=None, tokens_without=None, same_text=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1", "objective-2", "R174"]
 greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 with Trace(llm) as kept:
     answer = llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)[0].outputs[0]
@@ -207,8 +204,8 @@ print(f"{times_fewer:.0f} times fewer tokens, {times_faster:.1f} times less time
 
 # %% [markdown]
 # Much less than that. A step with one token is not 34 times cheaper than a step with 34: both read all weights of the
-# model, half a gigabyte, and for few tokens this reading is most of the price. The notebook on prefill and decode is
-# about this. With longer texts the gap in time grows too.
+# model, half a gigabyte, and for few tokens this reading is most of the price. [Prefill and
+# decode](02_prefill_and_decode.ipynb) is about this. With longer texts the gap in time grows too.
 #
 # **What this proves.** The cache changes the *work*, never the *words*. It is no approximation. (In half precision,
 # sums taken in another order can tip a close decision. That is rounding, with or without a cache.)
@@ -254,7 +251,7 @@ print("keys of the prompt:", list(keys_of(prompt).shape))
 # %% tags=["predict"]
 guess = predict(added_last_layer=None, replaced_first_layer=None, replaced_last_layer=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1", "objective-4"]
 before = keys_of(prompt)
 longer = keys_of(prompt + tokenizer.encode(" three more words"))[:, :len(prompt)]
 other = keys_of([*prompt[:3], tokenizer.encode(" frog")[0], *prompt[4:]])
@@ -303,7 +300,7 @@ models = {  # layers, attention heads, KV heads, head_dim
 # %% tags=["predict"]
 guess = predict(KiB_qwen25_half_billion=None, KiB_qwen3_half_billion=None, KiB_llama_8_billion=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3"]
 def bytes_per_token(layers, kv_heads, head_dim, bytes_per_number=2):
     return 2 * layers * kv_heads * head_dim * bytes_per_number
 
@@ -361,7 +358,7 @@ for name, (layers, hidden, gib, paper) in opt.items():
 # %% tags=["predict"]
 guess = predict(blocks_in_the_first_step=None, most_blocks_at_once=None, blocks_afterwards=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3"]
 from tutorial_engine.viz import memory_map, watch
 
 prompts = [prompt, tokenizer.encode("Once upon a time"), tokenizer.encode("1, 2, 3, 4, 5,")]
@@ -376,9 +373,9 @@ observe(guess, blocks_in_the_first_step=held[0], most_blocks_at_once=max(held),
         blocks_afterwards=free_before - trace.records[-1].num_free)
 
 # %% [markdown]
-# **How to read it.** Below, a row is a block, a column is a step, and a bar says which request holds the block. (Its
-# number is the request's: the engine counts all that it ever got.) Above is the sum: how many places hold a token, and
-# how many are taken and still empty. Move the slider or hover over a bar:
+# **How to read it.** Below, a row is a block, a column is a step, and a bar says which request holds the block,
+# counted from 0. Above is the sum: how many places hold a token (grey), and how many are taken and still empty. Move
+# the slider or hover over a bar:
 #
 # - The first request leaves after 6 steps, and both of its blocks are free at once.
 # - The second takes its second block in step 13, when its first is full, and not before. It is a block that the first
@@ -404,7 +401,7 @@ observe(guess, blocks_in_the_first_step=held[0], most_blocks_at_once=max(held),
 # %% tags=["predict"]
 guess = predict(percent_more_bytes_to_read=None, tokens_until_cache_equals_weights=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3"]
 weight_bytes = 4 * 134_515_008  # parameters of SmolLM2-135M in float32
 per_token = kv_bytes_per_token(shape, torch.float32)
 observe(guess, percent_more_bytes_to_read=round(100 * LONG_CONTEXT * per_token / weight_bytes),
@@ -444,7 +441,7 @@ print(f"a decode step after {LONG_CONTEXT:,} tokens takes {long / short:.1f} tim
 # %% tags=["predict"]
 guess = predict(tokens_float32=None, tokens_bfloat16=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3"]
 def tokens_that_fit(dtype, block_size=16):
     return 2**28 // (kv_bytes_per_token(shape, dtype) * block_size) * block_size  # whole blocks only
 
@@ -636,4 +633,5 @@ for gib in (16, 24, 80):
 # vLLM documentation, [Quantized KV Cache](https://docs.vllm.ai/en/latest/features/quantization/quantized_kvcache/). The
 # 0.92 is the default of vLLM 0.33, read in its source. Shapes: the `config.json` of each model on Hugging Face.
 #
-# **Next** in the course: *Prefill and decode*, on why a step with one token costs nearly as much as a step with thirty.
+# **Next** in the course: [Prefill and decode](02_prefill_and_decode.ipynb), on why a step with one token costs nearly
+# as much as a step with thirty.

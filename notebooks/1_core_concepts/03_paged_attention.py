@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from tutorial_engine import LLM, SamplingParams
 from tutorial_engine.exercises.paged_attention import slot_mapping
-from tutorial_engine.notebook import expect_error, observe, predict
+from tutorial_engine.notebook import expect_error, observe, predict, show_source
 from tutorial_engine.simulation import Job, simulate
 from tutorial_engine.trace import Trace
 from tutorial_engine.viz import block_table, memory_map, watch
@@ -104,8 +104,9 @@ print(f"an average conversation: 161 tokens of prompt and 338 of answer, so room
 # %%
 from tutorial_engine.block_manager import BlockPool, KVCacheManager
 
-print(inspect.getsource(BlockPool.get_new_blocks))
-print(inspect.getsource(BlockPool.free_blocks))
+show_source(BlockPool.get_new_blocks)
+print()
+show_source(BlockPool.free_blocks)
 
 # %% [markdown]
 # `ref_cnt` is the number of tables that name a block. It becomes free when the last of them lets go. Some free blocks
@@ -115,9 +116,8 @@ print(inspect.getsource(BlockPool.free_blocks))
 # Second, **how many**: only what the tokens of this step need, counted in whole blocks.
 
 # %%
-for line in inspect.getsource(KVCacheManager.allocate_slots).splitlines():
-    if any(word in line for word in ("num_new_blocks =", "get_num_free_blocks", "return None", "get_new_blocks")):
-        print(line.strip())
+show_source(KVCacheManager.allocate_slots,
+            only=("num_new_blocks =", "get_num_free_blocks", "return None", "get_new_blocks"))
 
 # %% [markdown]
 # `cdiv` divides and rounds up; `reserve` is a safety margin, 0 unless you ask for one. There is no word of `max_tokens`
@@ -130,7 +130,7 @@ for line in inspect.getsource(KVCacheManager.allocate_slots).splitlines():
 # %%
 from tutorial_engine.model_runner import ModelRunner
 
-print(*(line.strip() for line in inspect.getsource(ModelRunner).splitlines() if "slots = " in line), sep="\n")
+show_source(ModelRunner, only=("slots = self",))
 
 # %% [markdown]
 # Logical block `positions // block_size` of a request is row and column of the table; the table names the physical
@@ -250,7 +250,7 @@ print("averages:", *(round(sum(lengths) / len(jobs)) for lengths in zip(*jobs)))
 # %% tags=["predict"]
 guess = predict(percent_with_a_token_in_Max=None, largest_waste_in_Max=None, aboard_with_blocks=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1", "R120", "R176"]
 ours = {"Max": reserving(jobs, lambda prompt, answer: 2048),
         "Pow2": reserving(jobs, lambda prompt, answer: min(2048, prompt + (1 << (answer - 1).bit_length()))),
         "Oracle": reserving(jobs, lambda prompt, answer: prompt + answer)}
@@ -327,7 +327,7 @@ print("tokens:", [(len(p["prompt_token_ids"]), s.max_tokens) for p, s in zip(pro
 # %% tags=["predict"]
 guess = predict(most_empty_slots_of_one_request=None, percent_empty=None, percent_if_reserved=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-2"]
 with watch(llm, block_table, partial(memory_map, reserve=256)) as trace:
     answers = llm.generate(prompts, each, use_tqdm=False)
 
@@ -343,9 +343,10 @@ observe(guess, most_empty_slots_of_one_request=max(room - n for n, room in held)
 # it. On the right is each request's table, from logical block to physical block. Move the slider, and watch a table:
 # it grows when its last block is full, never before, and the new block is whichever was first in the queue.
 #
-# **The second picture** has a row for each block and a column for each step. Above are the sums. Blue slots hold a
-# token, the thin orange strip on top of them is empty; the hatched area is what reservations would hold. It reaches 768
-# slots, and the pool has 512. So with reservations the third request would have had to *wait*.
+# **The second picture** has a row for each block and a column for each step. Above are the sums. Grey slots hold a
+# token, the thin strip on top of them (black, on a dark page white) is empty; the hatched area is what reservations
+# would hold. It reaches 768 slots, and the pool has 512. So with reservations the third request would have had to
+# *wait*.
 #
 # Here are the tables, as they were at the end of each request:
 
@@ -427,7 +428,7 @@ def in_one_piece(key, value):
 # %% tags=["predict"]
 guess = predict(block_by_block=None, all_blocks_moved=None, two_entries_swapped=None, a_wrong_block=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3"]
 def different(result):
     return int(((result - expected).abs() > 1e-4).sum())
 
@@ -479,7 +480,7 @@ print(inspect.getdoc(KVCacheManager.check_invariants))
 # %% tags=["predict"]
 guess = predict(blocks_without=None, blocks_with=None, prompt_tokens_without=None, prompt_tokens_with=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-4", "R34", "R125"]
 prompt = {"prompt_token_ids": tokenizer.encode(" word" * 120)[:100]}
 blocks, computed = {}, {}
 for skip in (True, False):
@@ -496,9 +497,9 @@ observe(guess, blocks_without=blocks[True], blocks_with=blocks[False], prompt_to
 block_table(samples, step=-1)
 
 # %% [markdown]
-# (`0_7` is answer 0 of request 7.) 100 tokens are six full blocks and four tokens more. The six are held once, with
-# three readers. The seventh cannot be shared: each answer will write its own next token into it. Two ways to deal with
-# it are known:
+# (`1_0` is answer 1 of request 0: a picture counts from 0, and so do answers.) 100 tokens are six full blocks and four
+# tokens more. The six are held once, with three readers. The seventh cannot be shared: each answer will write its own
+# next token into it. Two ways to deal with it are known:
 #
 # - **The paper: copy on write.** All three share the seventh block too. Who writes into it first finds that its counter
 #   is above 1, takes a new block, and copies.
@@ -542,7 +543,7 @@ print("paper: 16.2 % to 30.5 %      ours:", " to ".join(f"{saving(n):.1f} %" for
 # instead of one.
 # </details>
 
-# %% [markdown]
+# %% [markdown] tags=["R42", "R43"]
 # ## Dial it in
 #
 # | knob | default | what it does to the blocks |
@@ -563,7 +564,7 @@ print("paper: 16.2 % to 30.5 %      ours:", " to ".join(f"{saving(n):.1f} %" for
 # %% tags=["predict"]
 guess = predict(conversations_16=None, conversations_256=None, short_requests_128=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-4"]
 def useful(jobs, block_size):
     """Percent of the slots in use that hold a token, on average over the steps of all requests."""
     held = torch.cat([torch.arange(prompt + 1, prompt + answer + 1) for prompt, answer in jobs])

@@ -17,11 +17,10 @@ NUM_REQUESTS = 1024  # requests in experiment 2; fast: 64
 
 # %%
 import heapq
-import inspect
 import random
 
 from tutorial_engine import LLM, SamplingParams
-from tutorial_engine.notebook import expect_error, observe, predict
+from tutorial_engine.notebook import expect_error, observe, predict, show_source
 from tutorial_engine.simulation import Job, StaticScheduler, simulate, workload
 from tutorial_engine.trace import Trace
 from tutorial_engine.viz import batch_occupancy, knobs, memory_map, request_times, timeline, watch
@@ -94,15 +93,8 @@ with watch(llm, batch_occupancy) as static:
 # %%
 from tutorial_engine.scheduler import Scheduler
 
-
-def show(function, *words):
-    for line in inspect.getsource(function).splitlines():
-        if any(word in line for word in words):
-            print(line)
-
-
-show(Scheduler.schedule, "budget_left", "_schedule_running", "if out.preempted", "elif blocks_come_back",
-     "else:", "_schedule_waiting")
+show_source(Scheduler.schedule, only=("budget_left", "_schedule_running", "if out.preempted", "elif blocks_come_back",
+                                      "else:", "_schedule_waiting"))
 
 # %% [markdown]
 # A plan begins with the full token budget. First those who are *running* get their tokens: one each, if they are
@@ -111,8 +103,8 @@ show(Scheduler.schedule, "budget_left", "_schedule_running", "if out.preempted",
 # somebody, his blocks are waited for.)
 
 # %%
-show(Scheduler._schedule_waiting, "while self.waiting", ">= self.config.max_num_seqs", "budget_left == 0",
-     "num_new = min", "allocate_slots(", "if new_blocks is None", "popleft")
+show_source(Scheduler._schedule_waiting, only=("while self.waiting", ">= self.config.max_num_seqs", "budget_left == 0",
+                                               "num_new = min", "allocate_slots(", "if new_blocks is None", "popleft"))
 
 # %% [markdown]
 # Seats, budget, blocks. There is no "batch size" anywhere, and no difference between a prompt and an answer: a request
@@ -123,7 +115,7 @@ show(Scheduler._schedule_waiting, "while self.waiting", ">= self.config.max_num_
 # rule: nobody gets on once somebody writes.
 
 # %%
-print(inspect.getsource(StaticScheduler))
+show_source(StaticScheduler)
 
 # %% [markdown]
 # **One step, many lengths.** In the same step one request may compute 50 tokens of its prompt, and another a single
@@ -132,7 +124,7 @@ print(inspect.getsource(StaticScheduler))
 # [attention.py](../../tutorial_engine/attention.py)). The matrix products do not care which token is whose. Only
 # attention does. (Orca calls this *selective batching*.) What would a rectangle cost, as wide as the longest?
 
-# %%
+# %% tags=["R124"]
 mixed = simulate(workload(12, (12, 80), (6, 40)), num_blocks=33, **sizes)
 counts = [[n for _, n in record.scheduled.values()] for record in mixed]
 flat, padded = sum(map(sum, counts)), sum(len(step) * max(step) for step in counts)
@@ -157,7 +149,7 @@ print(f"all {len(mixed)} steps: {flat} tokens in flat rows, {padded} in rectangl
 # %% tags=["predict"]
 guess = predict(static_steps=None, continuous_steps=None, fifth_gets_on_in_step=None, same_texts=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1", "R26", "R28", "R177"]
 with watch(llm, batch_occupancy) as continuous:
     answers = llm.generate(prompts, params, use_tqdm=False)
 
@@ -173,7 +165,6 @@ observe(guess, static_steps=len(static), continuous_steps=len(continuous),
 
 # %% [markdown]
 # The first request gets its last token in step 2, and in step 3 the fifth has its seat. Not one step is lost between.
-# (The numbers in the picture go on counting: the engine has had eight requests before.)
 #
 # Nobody writes faster: each request still gets one token a step. What is gone is the *waiting*. The fifth request had
 # its first token after 21 steps, and now it has it after 4.
@@ -199,7 +190,8 @@ print("static:    ", len(simulated_static), "steps, the same plan:", plan(simula
 # Steps are not seconds. On your machine (compared with nothing):
 
 # %% tags=["timing", "nbval-ignore-output"]
-print(f"{len(static) / len(continuous):.2f} times fewer steps, {static.seconds / continuous.seconds:.2f} times less time")
+times_faster = static.seconds / continuous.seconds
+print(f"{len(static) / len(continuous):.2f} times fewer steps, {times_faster:.2f} times less time")
 
 # %% [markdown]
 # **What this proves.** The gain is nothing but filled seats. Both ways computed 68 tokens of answers; the static one
@@ -247,7 +239,7 @@ print(all(len(simulate([Job(4, n) for n in few], num_blocks=1000, max_num_seqs=8
 # %% tags=["predict"]
 guess = predict(gain_4_seats=None, gain_32_seats=None, gain_256_seats=None, gain_equal_lengths=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1"]
 def gain(lengths, seats):
     return static_steps(lengths, seats) / continuous_steps(lengths, seats)
 
@@ -298,7 +290,7 @@ for seats in (1, 4, 8, 16, 32, 64, 128, 256):
 guess = predict(longest_pause_ms_2048=None, longest_pause_ms_64=None, steps_for_the_prompt_64=None,
                 newcomer_waits_longer=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-2"]
 def late_arrival(budget, prompt=1024):
     jobs = [*[Job(8, 60)] * 3, Job(prompt, 4, arrival=0.19)]  # it comes after 0.19 seconds
     return simulate(jobs, num_blocks=301, max_num_seqs=4, max_num_batched_tokens=budget)
@@ -393,7 +385,7 @@ print("same tokens as alone:", said["3"] == list(alone))
 # %% tags=["predict"]
 guess = predict(preemptions=None, tokens_computed=None, same_words=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3"]
 story = tokenizer.encode("It had rained all night, and in the morning the street was a river. ") * 8
 crowd = [{"prompt_token_ids": story[i:i + 62]} for i in range(4)]
 with watch(llm, batch_occupancy, memory_map) as full:
@@ -459,7 +451,7 @@ knobs()
 # %% tags=["predict"]
 guess = predict(best_number_of_seats=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-4"]
 steps = {}
 print("seats   steps   preemptions   tokens computed")
 for seats in (8, 4, 3, 2):

@@ -190,7 +190,7 @@ print(rendered)
 # %% tags=["predict"]
 guess = predict(prompt_tokens_raw=None, prompt_tokens_chat=None, output_tokens_raw=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-2"]
 questions = ["What is the capital of France?", "In one sentence, what is a KV cache?"]
 greedy = SamplingParams(temperature=0, max_tokens=64)
 raw = llm.generate(questions, greedy)
@@ -316,7 +316,7 @@ with expect_error(ValueError):
 # %% tags=["predict"]
 guess = predict(same_as_seeds_7_and_8=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1"]
 pair, seven, eight = llm.generate(
     ["Once upon a time"] * 3,
     [SamplingParams(n=2, temperature=0.8, seed=7, max_tokens=8),
@@ -332,7 +332,7 @@ observe(guess, same_as_seeds_7_and_8=together == [seven.outputs[0].token_ids, ei
 # %% tags=["predict"]
 guess = predict(first_time=None, second_time=None)  # two lists of three numbers
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1"]
 llm.reset_prefix_cache()
 chats = [as_chat(question) for question in ("What is 2 + 2?", "Name three fruits.", "Who are you?")]
 one_token = SamplingParams(temperature=0, max_tokens=1)
@@ -365,7 +365,7 @@ observe(guess, first_time=[output.num_cached_tokens for output in first_time],
 # %% tags=["predict"]
 guess = predict(cut_at_16=None, cut_at_24=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1", "R25"]
 questions = ["What is the capital of France?", "Name three fruits.", "How many days are in a week?",
              "Translate 'good morning' to French.", "Who painted the Mona Lisa?"]
 outputs = llm.chat([as_chat(q) for q in questions], SamplingParams(temperature=0))
@@ -399,7 +399,7 @@ for question, output in zip(cut, again):
 # %% tags=["predict"]
 guess = predict(returned=None, finished=None)  # two orders of 0, 1, 2, 3, 4
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3", "R14", "R148"]
 lengths = [9, 2, 5, 1, 7]
 prompts = ["The capital of France is", "Once upon a time", "1, 2, 3, 4, 5,", "Dear Sir or Madam,", "import numpy as"]
 each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
@@ -427,7 +427,7 @@ with expect_error(ValueError):
 # %% tags=["predict"]
 guess = predict(steps_that_were_run=None, requests_left_in_the_engine=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1"]
 with Trace(llm) as trace, expect_error(ValueError):
     llm.generate(["The capital of France is", "", "1, 2, 3, 4, 5,"], one_token)
 observe(guess, steps_that_were_run=len(trace),
@@ -454,7 +454,7 @@ llm.generate("The capital of France is", one_token)[0].outputs[0].text
 # %% tags=["predict"]
 guess = predict(steps_loop=None, steps_list=None, same_tokens=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-4", "R27", "R52"]
 prompts = [f"The number after {i} is" for i in range(NUM_PROMPTS)]
 each = [SamplingParams(temperature=0, max_tokens=1 + i % LONGEST_OUTPUT, ignore_eos=True) for i in range(NUM_PROMPTS)]
 llm.generate(prompts[0], one_token, use_tqdm=False)  # warm-up: the first call is always slower
@@ -553,7 +553,7 @@ print("prompt lengths:", [len(p) for p in prompts], " output lengths:", lengths)
 # %% tags=["predict"]
 guess = predict(tokens_loop=None, tokens_padded=None, tokens_engine=None, steps_engine=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-4"]
 def measure(name, run):
     sizes.clear()
     began = time.perf_counter()
@@ -640,7 +640,7 @@ for field in ("temperature", "top_p", "max_tokens"):
 # %% tags=["predict"]
 guess = predict(neutral=None, no_params=None, only_max_tokens=None, defaults_changed=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3", "R19", "R21", "R150"]
 def different(outputs):
     return len({output.outputs[0].text for output in outputs})
 
@@ -706,7 +706,7 @@ def six_letters(llm):
 # %% tags=["predict"]
 guess = predict(put_off=None, steps=None, tokens_computed_again=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-4"]
 llm.close()
 llm = LLM(dtype="float32", num_gpu_blocks_override=13, block_size=8, max_model_len=64)
 crowded, crowded_tokens = six_letters(llm)
@@ -724,7 +724,7 @@ observe(guess, put_off=sum(len(record.preempted) for record in crowded), steps=l
 # %% tags=["predict"]
 guess = predict(put_off=None, steps=None, same_tokens=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-4"]
 llm.close()
 llm = LLM(dtype="float32", num_gpu_blocks_override=13, block_size=8, max_model_len=64, max_num_seqs=4)
 seated, seated_tokens = six_letters(llm)
@@ -780,7 +780,7 @@ batch_occupancy(seated)
 # %% tags=["predict"]
 guess = predict(steps_before_the_first_output=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1"]
 prompts = ["The capital of France is", "1, 2, 3, 4, 5,"]
 each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 7)]
 seen = []
@@ -860,7 +860,7 @@ def run_job(rows, path, params, portion):
 # %% tags=["predict"]
 guess = predict(saved_by_the_first_run=None, computed_by_the_second_run=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1"]
 rows = [f"Name a word that begins with {letter}." for letter in "ABCDEFGH"]
 rows[5] = "word " * 200
 path = Path(folder.name, "answers.jsonl")

@@ -100,7 +100,7 @@ from tutorial_engine.notebook import expect_error, observe, predict
 
 guess = predict(bytes_per_token=None, blocks=None, tokens=None, max_concurrency=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-2"]
 cache = llm.llm_engine.model_runner.kv_cache
 engine = {
     "bytes_per_token": cache.num_bytes // (cache.num_blocks * cache.block_size),
@@ -148,7 +148,7 @@ observe(by_hand, **engine)
 # `generate` takes a list of prompts and continues each of them. With `temperature=0` the likeliest token is taken every
 # time, so you should get the same text as this page. Each answer ends at the first full stop, or after 24 tokens.
 
-# %%
+# %% tags=["objective-1"]
 params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=".")
 outputs = llm.generate(prompts, params)
 
@@ -192,7 +192,7 @@ guess = predict(loop_steps=None, list_steps=None)
 # %% [markdown]
 # `Trace` records what the engine does, step by step.
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3", "R27"]
 from tutorial_engine.trace import Trace
 
 eight = [f"Here is a short story about the number {n}:" for n in range(1, 9)]
@@ -247,7 +247,7 @@ print(f"list: {8 * 10 / list_s:.0f} tokens per second")
 # %% tags=["predict"]
 guess = predict(shared_blocks=None, computed_for_the_third=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-4"]
 from tutorial_engine.viz import block_table, watch
 
 llm.close()
@@ -314,7 +314,7 @@ block_table(trace, step=5)
 # %% tags=["predict"]
 guess = predict(steps_with_two_seats=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3"]
 with Trace(small) as two_seats:
     small.generate(eight, ten_tokens, use_tqdm=False)
 observe(guess, steps_with_two_seats=len(two_seats))

@@ -36,7 +36,7 @@ from tutorial_engine.notebook import observe, predict
 # Two entries may be missing. Without `num_key_value_heads`, every attention head keeps its own K and V. Without
 # `head_dim`, the hidden size is shared out evenly among the attention heads.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-3"]
 def cache_bytes_per_token(config, bytes_per_number):
     """Bytes of K and V that one token leaves in the cache. config: a dict with the entries above."""
     # BEGIN SOLUTION
@@ -82,7 +82,7 @@ cost
 # There may be more heads than KV heads, always a multiple. Neighbours share: with 4 heads and 2 KV heads, heads 0 and 1
 # read KV head 0, and heads 2 and 3 read KV head 1.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-1"]
 class KVCache:
     """K and V of all tokens so far: keys and values are [num_kv_heads, tokens, head_dim]."""
 

@@ -32,7 +32,7 @@ from tutorial_engine.notebook import observe, predict
 # second token in it: slot 21. In each step, the engine needs this for every token that it computes, so that the model
 # knows where to write K and V.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-2"]
 def slot_mapping(block_table, positions, block_size):
     """The slot of each of the positions, as a list of ints in the same order."""
     # BEGIN SOLUTION
@@ -82,7 +82,7 @@ slots
 # - `free(blocks)` says that one table less names them. A block that *nobody* names any more goes to the **back** of the
 #   queue. To free a block that is free already is a `ValueError`.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-4"]
 class BlockAllocator:
     """A pool of blocks, numbered from 0."""
 

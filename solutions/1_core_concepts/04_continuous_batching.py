@@ -28,7 +28,7 @@ from tutorial_engine.notebook import observe, predict
 #
 # So it is 9 steps. (In two static batches: 9 + 4 = 13.)
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-1"]
 def continuous_steps(lengths, seats):
     """Steps until all answers are written. lengths: tokens of each, in the order of the queue."""
     # BEGIN SOLUTION
@@ -73,7 +73,7 @@ counting
 # plan_step([1, 1], [6, 4], 8, 4)                              ->  [1, 1, 6]      the 4 does not get on
 # ```
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-2"]
 def plan_step(running, waiting, budget, seats):
     """Tokens of each request in this step: one number for each that runs, then one for each that gets on."""
     # BEGIN SOLUTION

@@ -30,7 +30,7 @@ from tutorial_engine.notebook import observe, predict
 # audit(outputs)   {"stop": 1, "length": 3}
 # ```
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-1"]
 def audit(outputs):
     """A dict: finish reason -> number of completions that ended with it."""
     # BEGIN SOLUTION
@@ -79,7 +79,7 @@ counting
 # generate(["d"],               16 tokens)      d is done
 # ```
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-1"]
 def finish(llm, prompts, max_tokens):
     """A list of texts: the whole answer to each prompt, in the same order."""
     # BEGIN SOLUTION

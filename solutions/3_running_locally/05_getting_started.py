@@ -21,7 +21,7 @@ from tutorial_engine.notebook import observe, predict
 # `head_dim` numbers, and a number has `bytes_per_number` bytes. How many bytes does one token leave behind in the
 # whole model?
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-2"]
 def kv_bytes_per_token(layers, kv_heads, head_dim, bytes_per_number):
     """Bytes of K and V that one token leaves in the cache, an int."""
     # BEGIN SOLUTION
@@ -59,7 +59,7 @@ one_token
 #
 # The engine cuts its cache into blocks of `block_size` tokens. How many whole blocks come out of `cache_bytes` bytes?
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-2"]
 def num_blocks(cache_bytes, bytes_per_token, block_size):
     """Whole blocks of block_size tokens that fit into cache_bytes bytes, an int."""
     # BEGIN SOLUTION
@@ -92,7 +92,7 @@ pool
 # By default, vLLM gives 92 % of a GPU's memory to weights and cache together (`gpu_memory_utilization`). Does a model
 # with so many `weights` of 2 bytes each fit into that, beside the K and V of `tokens` tokens? 1 GiB is `2**30` bytes.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-2"]
 def fits(weights, bytes_per_token, tokens, gib):
     """True if weights and cache fit into 92 % of a GPU with gib GiB, else False."""
     # BEGIN SOLUTION

@@ -35,7 +35,7 @@ def test_defaults_are_vllms() -> None:
 
 
 REFUSED: list[tuple[str, Any]] = [
-    ("model", 5), ("model", None), ("tokenizer", object()), ("revision", 1), ("tokenizer_revision", 1),
+    ("model", 5), ("model", None), ("tokenizer", 3.5), ("revision", 1), ("tokenizer_revision", 1),
     ("dtype", "int8"), ("dtype", torch.int64), ("seed", "0"), ("seed", 1.5), ("seed", -(2**63) - 1),
     ("max_model_len", 0), ("max_model_len", -2), ("max_model_len", "8k"), ("max_model_len", 8.0),
     ("max_model_len", True), ("block_size", 0), ("block_size", 16.0), ("num_gpu_blocks_override", 1),

@@ -241,3 +241,47 @@ def test_a_large_pool_costs_no_more_than_a_small_one() -> None:
 def test_public_ids() -> None:
     assert [public_id(i) for i in ("0-0000002a", "my-own-id-00000001", "2_chat-00000003", "plain")] == [
         "0", "my-own-id", "2_chat", "plain"]
+
+
+def trace_with(*requests: str) -> Trace:
+    trace = Trace()
+    trace.records = [StepRecord(0, 0.0, 8, 8, running=list(requests[:1]), waiting=dict.fromkeys(requests[1:], ""),
+                                preempted=list(requests[-1:]))]
+    return trace
+
+
+@pytest.mark.parametrize(("requests", "called"), [
+    (["33", "34", "35"], ["0", "1", "2"]),
+    (["34", "33"], ["1", "0"]),
+    (["0_7", "1_7", "8"], ["0_0", "1_0", "1"]),
+    (["0", "1"], ["0", "1"]),
+    (["33", "35"], ["33", "35"]),
+    (["33", "chat"], ["33", "chat"]),
+    (["0_chat", "1_chat"], ["0_chat", "1_chat"]),
+])
+def test_requests_of_a_call_are_counted_from_zero(requests: list[str], called: list[str]) -> None:
+    trace = trace_with(*requests)
+    record = trace.named().records[0]
+    assert [*record.running, *record.waiting] == called and record.preempted == called[-1:]
+    assert (trace.named() is trace) == (requests == called)
+
+
+def test_names_that_are_given() -> None:
+    trace = trace_with("0_7", "1_7", "8")
+    assert trace.named({"7": "Ada", "8": "Ben", "9": "nobody"}).records[0].waiting == {"1_Ada": "", "Ben": ""}
+    assert trace.named({"1_7": "Ada"}).records[0].waiting == {"Ada": "", "1": ""}
+    assert trace.named(["Ada", "Ben", "Cleo", "Dan"]).records[0].waiting == {"Ben": "", "Cleo": ""}
+    for wrong in ("Ada", {"7": 1}, [1], 7):
+        with pytest.raises(TypeError, match="names must be"):
+            trace.named(wrong)
+    with pytest.raises(ValueError, match="more than one would be called 'Ada'"):
+        trace.named(["Ada", "Ada"])
+
+
+def test_names_are_saved(tmp_path: Path) -> None:
+    trace = trace_with("33", "34")
+    trace.names = ["Ada"]
+    trace.save(tmp_path / "named.json")
+    loaded = Trace.load(tmp_path / "named.json")
+    assert loaded.records == trace.records and loaded.names == ["Ada"]
+    assert loaded.named().records == trace.named().records

@@ -294,3 +294,11 @@ def test_not_same(got: object, want: object) -> None:
 ])  # fmt: skip
 def test_remarks(got: object, want: object, remark: str) -> None:
     assert remark in message(expecting(want)(lambda: got))
+
+
+@pytest.mark.parametrize(("value", "shown"), [
+    (0.1 + 0.2, "0.3"), ([1 / 3, 2.0], "[0.333333, 2.0]"), (0.25, "0.25"), (1e-12 / 3, "3.33333e-13"),
+    (float("nan"), "nan"), (-float("inf"), "-inf"), (123456.75, "123456.75"), (1e22, "1e+22"),
+])
+def test_floats_are_shown_as_people_write_them(value: object, shown: str) -> None:
+    assert show(value) == shown

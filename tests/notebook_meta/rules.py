@@ -19,6 +19,7 @@ from nbformat import NotebookNode
 from tests.notebook_meta.links import broken_links
 from tools.build_notebooks import METADATA, SETUP_CELL
 from tools.run_fast import fast_parameters
+from tools.write_curriculum import OBJECTIVE, REQUIREMENT
 
 SECTIONS = (
     "the problem",
@@ -46,6 +47,7 @@ TAGS = {
     "nbval-ignore-output",
     "nbval-check-output",
 }
+CURRICULUM = re.compile(f"{OBJECTIVE.pattern}|{REQUIREMENT.pattern}")  # see tools/write_curriculum.py
 IGNORED = "nbval-ignore-output"
 MAY_BE_IGNORED = {"timing", "gpu"}
 MAX_IGNORED_SHARE = 0.2
@@ -223,7 +225,7 @@ def no_trace_of_a_machine(page: Page) -> Iterator[str]:
 @rule
 def tags_are_known(page: Page) -> Iterator[str]:
     for cell in page.notebook.cells:
-        if unknown := set(tags(cell)) - TAGS:
+        if unknown := {tag for tag in tags(cell) if tag not in TAGS and not CURRICULUM.fullmatch(tag)}:
             yield f"cell {name(cell)} has unknown tags {sorted(unknown)}; known are {sorted(TAGS)}"
         if cell.cell_type == "code" and "NBVAL_" in cell.source:
             yield f"cell {name(cell)} steers nbval by a comment; use the tag {IGNORED}, which is counted"

@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tools import run_demo, run_fast
+from tools import build_notebooks, run_demo, run_fast
 from tools.build_notebooks import ROOT, SETUP_CELL, assemble, build
 from tools.mutation_check import Fault, plant
 
@@ -122,7 +122,31 @@ def test_building_again_changes_nothing_but_times(source: Path) -> None:
         return "\n".join(line for line in text.splitlines() if "tok/s" not in line)
 
     first = source.with_suffix(".ipynb").read_text()
-    assert stable(build(source, root=source.parent.parent).read_text()) == stable(first)
+    assert stable(build(source, root=source.parent.parent, run=True).read_text()) == stable(first)
+
+
+def test_other_words_run_nothing_and_other_code_does(source: Path, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Path] = []
+    monkeypatch.setattr(build_notebooks, "execute", lambda notebook, folder: ran.append(folder))
+    (tmp_path / "notebooks").mkdir()
+    path = Path(shutil.copy(source, tmp_path / "notebooks"))
+    shutil.copy(source.with_suffix(".ipynb"), path.parent)
+    stored = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
+
+    path.write_text(SOURCE.replace("Some text.", "Some better text.\n\n# %% [markdown]\n# And one cell more."))
+    kept = nbformat.read(build(path, root=tmp_path), as_version=4)
+    assert not ran and "Some better text." in [cell.source for cell in kept.cells]
+    assert ([cell for cell in kept.cells if cell.cell_type == "code"]
+            == [cell for cell in stored.cells if cell.cell_type == "code"])
+    build(path, root=tmp_path, run=True)
+    assert len(ran) == 1
+    build(path, root=tmp_path)  # what lies there now was never run
+    assert len(ran) == 2
+    shutil.copy(source.with_suffix(".ipynb"), path.parent)
+    path.write_text(SOURCE.replace("N = 3", "N = 4"))
+    build(path, root=tmp_path)
+    assert len(ran) == 3
 
 
 @pytest.mark.timeout(600)  # three kernels that import torch

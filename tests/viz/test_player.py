@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.viz.support import TWO_STEPS, busy_trace, record, trace_of
-from tutorial_engine.trace import Trace
+from tests.viz.support import TWO_STEPS, busy_trace, crowded_trace, record, trace_of
+from tutorial_engine.trace import StepRecord, Trace
 from tutorial_engine.viz import batch_occupancy, block_table, memory_map, timeline
 from tutorial_engine.viz.palette import DARK, LIGHT, NAMES, NUM_COLORS
-from tutorial_engine.viz.player import MAX_FRAMES, steps_to_show
+from tutorial_engine.viz.player import MAX_FRAMES, sentences, steps_to_show
 
 VIEWS = [block_table, batch_occupancy, memory_map, timeline]
 
@@ -75,6 +75,46 @@ def test_the_block_table_begins_where_most_is_to_be_seen() -> None:
     assert player._payload["at"] == 0 and "Step 0: 3 blocks in use" in player.text and "Step 0: 3 blocks" in player.svg
     assert block_table(trace_of(record(0), *TWO_STEPS.records))._payload["at"] == 1
     assert batch_occupancy(TWO_STEPS)._payload["at"] == 1  # the whole picture is there from the beginning
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_player_opens_at_a_step(view) -> None:
+    trace = crowded_trace()
+    assert view(trace, start=5)._payload["at"] == 5 and view(trace, start=-2)._payload["at"] == len(trace) - 2
+    with pytest.raises(ValueError, match="no step 1000 in this trace"):
+        view(trace, start=1000)
+    with pytest.raises(ValueError, match="give one of the two"):
+        view(trace, 3, start=5)
+    long = trace_of(*[record(i, tables={"0": [1]}, lengths={"0": 4}) for i in range(1000)])
+    steps = steps_to_show(long)
+    at = view(long, start=500)._payload["at"]
+    assert steps[at] <= 500 < steps[at + 1]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_names_in_place_of_ids(view) -> None:
+    """Like a trace whose ids were the names; pictures of a step, too."""
+    record = {"scheduled": {"33": [0, 4], "34": [0, 5]}, "tables": {"33": [1], "34": [2, 3]}, "running": ["33", "34"],
+              "lengths": {"33": 4, "34": 5}, "arrived": {"33": [0, 4], "34": [0, 5]}, "sampled": {"33": [1], "34": [2]}}
+
+    def named(first: str, second: str) -> Trace:
+        text = json.dumps(record).replace("33", first).replace("34", second)
+        return trace_of(StepRecord(step=0, time=0.0, budget=64, budget_left=55, **json.loads(text)))
+
+    trace = named("33", "34")
+    for names, called in ((["Ada", "Ben"], ("Ada", "Ben")), ({"34": "Ben"}, ("0", "Ben")), (None, ("0", "1")),
+                          (["Ada"], ("Ada", "1")), ({"33": "33", "34": "34"}, ("33", "34"))):
+        assert called == ("33", "34") or view(trace, names=names).html == view(named(*called)).html
+        shown = view(trace, 0, names=names)
+        assert all(name in shown.text + shown.svg for name in called)
+    assert list(trace.records[0].tables) == ["33", "34"]
+
+
+def test_sentences_are_stored_short() -> None:
+    lines = ["Step 1: 12.5 % of 1,024", "Step 2: 100 % of 007.", "no number", "Step 3: 1 % of 2"]
+    forms, rows = sentences(lines)
+    assert forms == ["Step \1: \1 % of \1", "Step \1: \1 % of \1.", "no number"]
+    assert rows == [[0, 1, "12.5", "1,024"], [1, 2, 100, "007"], [2], [0, 3, 1, 2]]
 
 
 def test_saved_as_a_page_or_as_an_image(tmp_path: Path) -> None:

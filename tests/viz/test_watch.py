@@ -168,3 +168,26 @@ def test_in_a_terminal_it_prints(capsys: pytest.CaptureFixture[str], monkeypatch
     with watch(engine, block_table) as trace:
         run_steps(engine, "x", greedy(4))
     assert capsys.readouterr().out == repr(block_table(trace)) + "\n"
+
+
+def test_opens_where_it_is_told(screen: Screen) -> None:
+    for start, step in ((2, 2), (-1, 4), (99, 4), (-99, 0)):
+        engine = scripted_engine(LETTERS, ABC)
+        with watch(engine, block_table, batch_occupancy, start=start) as trace:
+            run_steps(engine, "x", greedy(5, ignore_eos=True))
+        table, batch = (states[-1] for states in screen.outputs[-2:])
+        assert table == block_table(trace, start=step)._repr_mimebundle_() and f"Step {step}:" in table["text/plain"]
+        assert batch == batch_occupancy(trace, start=step)._repr_mimebundle_() and f'"at":{step},' in batch["text/html"]
+
+
+def test_names_are_shown_while_it_runs_and_afterwards(screen: Screen) -> None:
+    llm = scripted_llm(LETTERS, ABC)
+    llm.generate(["before"], greedy(1), use_tqdm=False)
+    with watch(llm, block_table, names=["Ada", "Ben"]) as trace:
+        outputs = llm.generate(["a prompt", "another"], greedy(3, ignore_eos=True), use_tqdm=False)
+    (states,) = screen.outputs
+    assert len(states) == 3 and all("request Ada: 8 tokens" in state["text/plain"] for state in states[1:2])
+    assert "request Ben:" in states[-1]["text/plain"] and "request Ada:" in block_table(trace).text
+    assert outputs[0].request_id in trace.records[0].tables  # the records keep the ids
+    with pytest.raises(TypeError, match="names must be"), watch(llm, names="Ada"):
+        pass

@@ -67,8 +67,15 @@ class Steps:
         return -(-self.num_steps // MAX_TEXT_COLUMNS)
 
 
-def num_steps_up_to(trace: Trace, step: int | None) -> int:
-    """How many steps there are up to this one; None: all. Raises ValueError if the trace has no such step."""
+def num_steps_up_to(trace: Trace, step: int | None, start: int | None = None) -> int:
+    """How many steps there are up to this one; None: all.
+
+    Raises:
+        ValueError: the trace has no such step, or it is to be one picture (`step`) and a player (`start`) at once.
+    """
+    if step is not None and start is not None:
+        raise ValueError(f"step={step} draws one picture, and start={start} says where a player opens: give one of "
+                         "the two.")
     if not trace.records or (step is not None and not -len(trace) <= step < len(trace)):
         raise ValueError(f"There is no step {-1 if step is None else step} in this trace of {len(trace)} steps. Record "
                          "some with `with Trace(llm) as trace: llm.generate(...)`; count from 0, or from the end "

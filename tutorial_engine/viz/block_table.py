@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tutorial_engine.trace import Trace
+from tutorial_engine.trace import Names, Trace
 from tutorial_engine.viz.axis import num_steps_up_to
 from tutorial_engine.viz.palette import NUM_COLORS
 from tutorial_engine.viz.picture import Picture, box, document, text
-from tutorial_engine.viz.player import Player, steps_to_show
+from tutorial_engine.viz.player import Player, frame_of, steps_to_show
 from tutorial_engine.viz.pool_state import PoolState, pool_state, pool_states
 
 COLUMNS, TABLE_COLUMNS = 8, 6  # blocks in a row of the pool, and of a request's table
@@ -37,31 +37,37 @@ TABLES_X = MARGIN + COLUMNS * PITCH + 28
 WIDTH = TABLES_X + TABLE_COLUMNS * PITCH + MARGIN
 
 
-def block_table(trace: Trace, step: int | None = None) -> Picture:
+def block_table(trace: Trace, step: int | None = None, *, names: Names = None, start: int | None = None) -> Picture:
     """Draw the block pool and the block tables.
 
     Args:
         trace: a recorded run.
         step: which of its steps; negative ones count from the end. None: all of them, as a player that begins with
             the one in which most blocks are in use.
+        names: what the requests are called: ``{"33": "Ada"}`` or a list in order of arrival; see `Trace.named`.
+        start: the step at which the player opens; None: the fullest.
 
     Returns:
         A `Picture`. Tables are as they were while the model ran in a step; "#", the free queue and "waits" are as they
         were after it.
 
     Raises:
-        ValueError: the trace has no such step.
+        ValueError: the trace has no such step, or both `step` and `start` are given.
     """
+    trace = trace.named(names)
+    num_steps = num_steps_up_to(trace, step, start)
     if step is not None:
         state = pool_state(trace, step)
         layout = Layout.of([state])
         return Picture(layout.document(state), layout.text(state))
-    num_steps = num_steps_up_to(trace, None)
-    states = list(pool_states(trace, steps_to_show(trace)))
+    steps = steps_to_show(trace)
+    states = list(pool_states(trace, steps))
     layout = Layout.of(states)
-    fullest = max(range(len(states)), key=lambda i: len(states[i].owners))
-    return Player(layout.document(states[fullest]), layout.text(states[fullest]), "block_table", len(states),
-                  f"Block table, {num_steps:,} steps, from the fullest", _payload(states, layout), fullest)
+    at = (max(range(len(states)), key=lambda i: len(states[i].owners)) if start is None
+          else frame_of(trace, steps, start))
+    return Player(layout.document(states[at]), layout.text(states[at]), "block_table", len(states),
+                  f"Block table, {num_steps:,} steps{', from the fullest' * (start is None)}",
+                  _payload(states, layout), at)
 
 
 # ---------------------------------------------------------------------- words

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tutorial_engine.notebook import is_live
-from tutorial_engine.trace import Trace
+from tutorial_engine.trace import Names, Trace
 from tutorial_engine.viz.memory_map import memory_map
 from tutorial_engine.viz.occupancy import batch_occupancy
 from tutorial_engine.viz.picture import Picture
@@ -37,7 +37,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 def knobs(jobs: Sequence[Job] | None = None, *, block_size: int = 16, num_blocks: int = 33, rate: float = 20.0,
           policy: str = "first come, first served", views: Sequence[Callable[..., Picture]] = (
-              batch_occupancy, memory_map), **engine_args: Any) -> Knobs:
+              batch_occupancy, memory_map), names: Names = None, **engine_args: Any) -> Knobs:
     """Four knobs and the pictures that depend on them.
 
     Args:
@@ -46,6 +46,7 @@ def knobs(jobs: Sequence[Job] | None = None, *, block_size: int = 16, num_blocks
         rate: arrivals per second, evenly spaced; 0: all at once.
         policy: one of the keys of `POLICIES`.
         views: functions that draw a trace, as `block_table`.
+        names: what the requests are called: ``{"0": "Ada"}`` or a list in order of arrival; see `Trace.named`.
         engine_args: more arguments for `simulate`; four seats and 64 tokens a step if not given.
 
     Raises:
@@ -56,7 +57,7 @@ def knobs(jobs: Sequence[Job] | None = None, *, block_size: int = 16, num_blocks
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(map(repr, POLICIES))}, got {policy!r}.")
     return Knobs(jobs, {"block_size": block_size, "num_blocks": num_blocks, "rate": rate, "policy": policy}, views,
-                 {"max_num_seqs": 4, "max_num_batched_tokens": 64, **engine_args})
+                 names, {"max_num_seqs": 4, "max_num_batched_tokens": 64, **engine_args})
 
 
 class Knobs:
@@ -70,11 +71,11 @@ class Knobs:
     """
 
     def __init__(self, jobs: Sequence[Job] | None, settings: dict[str, Any], views: Sequence[Callable[..., Picture]],
-                 engine_args: dict[str, Any]) -> None:
+                 names: Names, engine_args: dict[str, Any]) -> None:
         from tutorial_engine.simulation import workload
 
         self._jobs = list(workload(12, (12, 80), (6, 40)) if jobs is None else jobs)
-        self._views, self._engine_args = views, engine_args
+        self._views, self._names, self._engine_args = views, names, engine_args
         self.settings = settings
         self.trace: Trace | None = None
         self.pictures: list[Picture] = []
@@ -92,7 +93,7 @@ class Knobs:
         try:
             self.trace = simulate(jobs, block_size=self.settings["block_size"], num_blocks=self.settings["num_blocks"],
                                   **POLICIES[self.settings["policy"]], **self._engine_args)
-            self.problem = ""
+            self.trace.names, self.problem = self._names, ""
         except ValueError as error:
             self.trace, self.problem = None, str(error)
         self.pictures = [view(self.trace, -1) for view in self._views] if self.trace else []

@@ -16,30 +16,35 @@ import itertools
 import string
 from collections.abc import Iterator
 
-from tutorial_engine.trace import Trace
+from tutorial_engine.trace import Names, Trace
 from tutorial_engine.viz.axis import LEFT, WIDTH, Steps, num_steps_up_to, rectangle
-from tutorial_engine.viz.palette import NUM_COLORS, PREFILL, RECOMPUTE
+from tutorial_engine.viz.palette import NUM_COLORS
 from tutorial_engine.viz.picture import Picture, box, document, text
-from tutorial_engine.viz.player import Player, steps_to_show
+from tutorial_engine.viz.player import Player, frame_of, steps_to_show
 from tutorial_engine.viz.pool_state import PoolState, pool_states
 
 TOP, BARS, MAX_ROWS, MAX_TEXT_ROWS = 48, 70, 96, 32
+USED, EMPTY, STILL_THERE = "u", "o", "c d"  # grey, ink, dashed: a colour always means a request
 FREE, FINDABLE, SHARED = " ", "#", "+"
 LETTERS = string.digits + string.ascii_letters  # in the text, for requests in order of appearance
 
 
-def memory_map(trace: Trace, step: int | None = None, *, reserve: int | None = None) -> Picture:
+def memory_map(trace: Trace, step: int | None = None, *, reserve: int | None = None,
+               names: Names = None, start: int | None = None) -> Picture:
     """Draw who was in which block when, and the share of the memory in use that held nothing.
 
     Args:
         trace: a recorded run.
         step: draw the trace only up to this step; negative ones count from the end. None: a player over all steps.
         reserve: compare with an engine that sets this many slots aside for each request as long as it has a table.
+        names: what the requests are called: ``{"33": "Ada"}`` or a list in order of arrival; see `Trace.named`.
+        start: the step at which the player opens; None: the last.
 
     Raises:
         ValueError: the trace has no such step, or a request is longer than `reserve`.
     """
-    num_steps = num_steps_up_to(trace, step)
+    trace = trace.named(names)
+    num_steps = num_steps_up_to(trace, step, start)
     chart = _Chart(list(pool_states(trace, range(num_steps))), reserve)
     if step is not None:
         return Picture(chart.svg, chart.text)
@@ -47,7 +52,7 @@ def memory_map(trace: Trace, step: int | None = None, *, reserve: int | None = N
     return Player(chart.svg, chart.text, "strip", len(steps), f"KV memory map, {num_steps:,} steps",
                   {"w": WIDTH, "h": chart.height, "xs": [round(chart.steps.x(i), 1) for i in [*steps, num_steps]],
                    "y0": TOP, "y1": chart.bottom, "say": [chart.describe(chart.states[i]) for i in steps],
-                   "tips": chart.tips})
+                   "tips": chart.tips}, frame_of(trace, steps, start))
 
 
 def percent(part: float, whole: float) -> str:
@@ -116,8 +121,8 @@ class _Chart:
         yield text(LEFT - 8, base - 18, f"most {most:,}", "e g")
         yield text(LEFT - 8, base - 6, f"pool {(self.states[0].num_blocks - 1) * self.states[0].block_size:,}", "e g")
         yield self.steps.area([(s.slots, r) for s, r in zip(self.states, reserved)], "w", base, scale)
-        yield self.steps.area([(0, s.tokens) for s in self.states], f"p{PREFILL}", base, scale)
-        yield self.steps.area([(s.tokens, s.slots) for s in self.states], f"p{RECOMPUTE}", base, scale)
+        yield self.steps.area([(0, s.tokens) for s in self.states], USED, base, scale)
+        yield self.steps.area([(s.tokens, s.slots) for s in self.states], EMPTY, base, scale)
 
     def _rows(self) -> Iterator[str]:
         y = self.first_row
@@ -125,7 +130,7 @@ class _Chart:
             if self.row >= 10:
                 yield text(LEFT - 8, y + self.row / 2 + 3, f"block {block}", "e")
             findable = [((1, 2) if _holder(state, block) == FINDABLE else (0, 0)) for state in self.states]
-            yield self.steps.area(findable, "z", y + self.row - 1, (self.row - 2) / 2)
+            yield self.steps.area(findable, STILL_THERE, y + self.row - 1, (self.row - 2) / 2)
             first = 0
             for holder, group in itertools.groupby(_holder(state, block) for state in self.states):
                 last = first + len(list(group)) - 1
@@ -153,21 +158,23 @@ class _Chart:
 
     def _legend(self) -> Iterator[str]:
         x, y = 16.0, self.height - 34
-        kinds = [(f"p{PREFILL}", "slots with a token"), (f"p{RECOMPUTE}", "empty slots in use: waste"),
-                 ("z", "free, can still be found"), *([("w", "would be reserved")] if self.reserve else [])]
+        kinds = [(USED, "slots with a token"), (EMPTY, "empty slots in use: waste"),
+                 *([("w", "would be reserved")] if self.reserve else []), (STILL_THERE, "free, can still be found")]
         for style, words in kinds:
             yield box(x, y + 4, 14, 14, style) + text(x + 20, y + 15, words, "h")
             x += 40 + 6 * len(words)
-        yield text(x, y + 15, "rows: a colour a request", "h")
+        yield text(x, y + 15, "a colour is a request", "h")
 
     # As text
 
     def _text(self) -> str:
         requests, every = self.states[-1].requests, self.steps.per_letter
         mark = {request: LETTERS[i % len(LETTERS)] for i, request in enumerate(requests)}
+        key = ", ".join(f"{letter} {name}" for name, letter in mark.items() if name != letter)
+        key = f" ({key})" if key else ""
         lines = [self.title, *([self.comparison] if self.reserve else []), "",
-                 f"a letter for each request, {SHARED} shared, {FINDABLE} free and can still be found; one column is "
-                 + ("a step" if every == 1 else f"{every} steps")]
+                 f"a letter for each request{key}, {SHARED} shared, {FINDABLE} free and can still be found; one "
+                 "column is " + ("a step" if every == 1 else f"{every} steps")]
         width = len(str(self.blocks[-1])) if self.blocks else 1
         for block in self.blocks[:MAX_TEXT_ROWS]:
             holders = [_holder(state, block) for state in self.states[::every]]

@@ -12,12 +12,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tutorial_engine.trace import StepRecord, Trace
+from tutorial_engine.trace import Names, StepRecord, Trace
 from tutorial_engine.viz.activity import Activity, activities
 from tutorial_engine.viz.axis import LEFT, WIDTH, Steps, num_steps_up_to, rectangle
 from tutorial_engine.viz.palette import CACHED, DECODE, PREFILL, RECOMPUTE
 from tutorial_engine.viz.picture import Picture, box, document, text
-from tutorial_engine.viz.player import Player, steps_to_show
+from tutorial_engine.viz.player import Player, frame_of, steps_to_show
 
 STYLES = {"prefill": f"p{PREFILL}", "decode": f"p{DECODE}", "recompute": f"p{RECOMPUTE}", "waiting": "w", "held": "z"}
 LETTERS = {"prefill": "P", "decode": "D", "recompute": "R", "waiting": ".", "held": "-"}
@@ -48,17 +48,21 @@ class Run:
         return f"request {request}, {steps}: {words}"
 
 
-def batch_occupancy(trace: Trace, step: int | None = None) -> Picture:
+def batch_occupancy(trace: Trace, step: int | None = None, *, names: Names = None,
+                    start: int | None = None) -> Picture:
     """Draw who is in which step.
 
     Args:
         trace: a recorded run.
         step: draw the trace only up to this step; negative ones count from the end. None: a player over all steps.
+        names: what the requests are called: ``{"33": "Ada"}`` or a list in order of arrival; see `Trace.named`.
+        start: the step at which the player opens; None: the last.
 
     Raises:
-        ValueError: the trace has no such step.
+        ValueError: the trace has no such step, or both `step` and `start` are given.
     """
-    num_steps = num_steps_up_to(trace, step)
+    trace = trace.named(names)
+    num_steps = num_steps_up_to(trace, step, start)
     chart = _Chart(trace, num_steps)
     if step is not None:
         return Picture(chart.svg, chart.text)
@@ -66,7 +70,8 @@ def batch_occupancy(trace: Trace, step: int | None = None) -> Picture:
     xs = [round(chart.steps.x(i), 1) for i in [*steps, num_steps]]
     return Player(chart.svg, chart.text, "strip", len(steps), f"Batch occupancy, {num_steps:,} steps",
                   {"w": WIDTH, "h": chart.height, "xs": xs, "y0": TOP - 4, "y1": chart.bottom,
-                   "say": [describe(trace.records[i]) for i in steps], "tips": chart.tips})
+                   "say": [describe(trace.records[i]) for i in steps], "tips": chart.tips},
+                  frame_of(trace, steps, start))
 
 
 def describe(record: StepRecord) -> str:

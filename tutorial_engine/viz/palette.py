@@ -29,7 +29,7 @@ def _in_pages(selectors: str, theme: str) -> str:
 
 
 # t: title, h: heading, s: line of text, n: large number, b: bold, g: grey; p0 ... p5: filled with a colour; c: a box,
-# l: pale, d: dashed, z: faint, w: hatched, k: a line of ink, bg: the paper.
+# l: pale, d: dashed, z: faint, w: hatched, u: solid grey, o: solid ink, k: a line of ink, bg: the paper.
 SHAPES = (
     ".te text{font:10px Helvetica,Arial,sans-serif;fill:var(--i);text-anchor:middle}"
     ".te .t{font-size:15px;font-weight:bold;text-anchor:start}.te .h,.te .s{font-size:12px;text-anchor:start}"
@@ -37,6 +37,7 @@ SHAPES = (
     ".te text.e{text-anchor:end}"
     ".te .bg{fill:var(--p)}.te .c{fill:var(--p);stroke:var(--g);stroke-width:1.2}.te .z{fill:var(--f);stroke:var(--l)}"
     ".te .l{stroke:var(--l)}.te .d{stroke-dasharray:3 2}.te .k{stroke:var(--i);fill:none}"
+    ".te .u{fill:var(--l)}.te .o{fill:var(--i)}"
     ".te .w{fill:url(#te-w);stroke:var(--l)}.te .wl{stroke:var(--g)}"
     + "".join(f".te .p{n}{{fill:var(--{n})}}" for n in range(NUM_COLORS)))  # fmt: skip
 

@@ -12,13 +12,17 @@ Owns: what is around the picture. Does not own: the views.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import html
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tutorial_engine.trace import Trace
+from tutorial_engine.viz.axis import num_steps_up_to
 from tutorial_engine.viz.palette import PAGE_CSS
 from tutorial_engine.viz.picture import HATCH, Picture
 
@@ -48,7 +52,8 @@ class Player(Picture):
     def html(self) -> str:
         """The piece of HTML."""
         script = _script(self._view)
-        content = json.dumps(self._payload, separators=(",", ":"), ensure_ascii=False)
+        short = {name: sentences(self._payload[name]) for name in ("say", "tips") if name in self._payload}
+        content = json.dumps(self._payload | short, separators=(",", ":"), ensure_ascii=False)
         ident = hashlib.sha256(f"{script}{content}{self.svg}".encode()).hexdigest()[:10]
         content = f'{{"id":"{ident}",{content[1:]}'.replace("<", "\\u003c").replace("\u2028", "\\u2028")
         # Lumino, which JupyterLab is made of, would take the arrow keys for itself.
@@ -80,3 +85,28 @@ def steps_to_show(trace: Trace) -> list[int]:
     """All steps, or evenly spaced ones of a long trace; the last one always."""
     stride = -(-len(trace) // MAX_FRAMES)
     return sorted({*range(0, len(trace), stride), len(trace) - 1})
+
+
+def frame_of(trace: Trace, steps: list[int], start: int | None) -> int:
+    """Which of the frames `steps` shows the step `start` (negative: from the end; None: the last), or comes just
+    before it. Raises ValueError if the trace has no such step."""
+    return bisect.bisect_right(steps, num_steps_up_to(trace, start) - 1) - 1
+
+
+def sentences(lines: Sequence[str]) -> list[list[Any]]:
+    """Lines that differ mostly in their numbers, made short: [forms], and for each line [its form, its numbers ...].
+
+    A form is a line with "\u0001" in place of each number. `strip.js` puts them together again.
+    """
+    forms: dict[str, int] = {}
+    rows = [[forms.setdefault(_NUMBER.sub("\u0001", line), len(forms)), *map(_short, _NUMBER.findall(line))]
+            for line in lines]
+    return [list(forms), rows]
+
+
+_NUMBER = re.compile(r"[0-9][0-9,.]*(?<=[0-9])")
+
+
+def _short(number: str) -> int | str:
+    """As an integer if JavaScript writes that the same way."""
+    return int(number) if number.isdecimal() and len(number) < 16 and str(int(number)) == number else number

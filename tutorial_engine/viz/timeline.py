@@ -18,12 +18,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tutorial_engine.trace import Trace
+from tutorial_engine.trace import Names, Trace
 from tutorial_engine.viz.activity import activities
 from tutorial_engine.viz.axis import LEFT, num_steps_up_to, rectangle
 from tutorial_engine.viz.occupancy import STYLES, describe, runs
 from tutorial_engine.viz.picture import Picture, box, document, text
-from tutorial_engine.viz.player import Player, steps_to_show
+from tutorial_engine.viz.player import Player, frame_of, steps_to_show
 
 CLOCKS = {"steps": "steps", "seconds": "s"}
 TOP, MAX_ROWS, WIDTH, PLOT, COLUMNS = 48, 60, 844, 560, 60  # pixels; the plot is between LEFT and LEFT + PLOT
@@ -84,18 +84,22 @@ def request_times(trace: Trace, clock: str = "steps") -> dict[str, RequestTimes]
     return times
 
 
-def timeline(trace: Trace, step: int | None = None, *, clock: str = "steps") -> Picture:
+def timeline(trace: Trace, step: int | None = None, *, clock: str = "steps", names: Names = None,
+             start: int | None = None) -> Picture:
     """Draw each request from its arrival to its last token, with its TTFT and its longest ITL.
 
     Args:
         trace: a recorded run.
         step: draw the trace only up to this step; negative ones count from the end. None: a player over all steps.
         clock: "steps" counts steps of the engine; "seconds" measures, so no two runs of a real engine agree.
+        names: what the requests are called: ``{"33": "Ada"}`` or a list in order of arrival; see `Trace.named`.
+        start: the step at which the player opens; None: the last.
 
     Raises:
         ValueError: the trace has no such step, or there is no such clock.
     """
-    num_steps = num_steps_up_to(trace, step)
+    trace = trace.named(names)
+    num_steps = num_steps_up_to(trace, step, start)
     part = Trace()
     part.num_blocks, part.block_size, part.records = trace.num_blocks, trace.block_size, trace.records[:num_steps]
     chart = _Chart(part, clock)
@@ -105,7 +109,8 @@ def timeline(trace: Trace, step: int | None = None, *, clock: str = "steps") -> 
     xs = [*(round(chart.x(chart.began(i)), 1) for i in steps), round(chart.x(chart.end), 1)]
     return Player(chart.svg, chart.text, "strip", len(steps), f"Timeline of the requests, {num_steps:,} steps",
                   {"w": WIDTH, "h": chart.height, "xs": xs, "y0": TOP, "y1": chart.bottom,
-                   "say": [describe(trace.records[i]) for i in steps], "tips": chart.tips})
+                   "say": [describe(trace.records[i]) for i in steps], "tips": chart.tips},
+                  frame_of(trace, steps, start))
 
 
 def amount(value: float | None, clock: str) -> str:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tutorial_engine.notebook import is_live
-from tutorial_engine.trace import Trace
+from tutorial_engine.trace import Names, Trace
 from tutorial_engine.viz.block_table import block_table
 from tutorial_engine.viz.occupancy import batch_occupancy
 from tutorial_engine.viz.picture import Picture
@@ -30,29 +30,31 @@ from tutorial_engine.viz.picture import Picture
 FRAMES_PER_SECOND = 15
 MAX_SHARE = 0.1  # of the time may go into painting
 
-View = Callable[..., Picture]  # view(trace, step=-1): a picture of one step; view(trace): of all
+View = Callable[..., Picture]  # view(trace, step=-1): a picture of one step; view(trace), view(trace, start=5): of all
 
 
 @contextmanager
-def watch(llm: Any, *views: View) -> Iterator[Trace]:
+def watch(llm: Any, *views: View, names: Names = None, start: int | None = None) -> Iterator[Trace]:
     """Record what an engine does inside a ``with`` block, and show it.
 
     Args:
         llm: an LLM, LLMEngine or AsyncLLM.
         views: functions of this package that draw a trace, as `block_table`. None given: `block_table` and
             `batch_occupancy`.
+        names: what the requests are called: ``{"33": "Ada"}`` or a list in order of arrival; see `Trace.named`.
+        start: the step at which the players open; of a shorter run, its last. None: each view decides.
 
     Yields:
         The `Trace`, which grows while the engine runs.
 
     Raises:
-        TypeError: something else than an engine, or than functions.
+        TypeError: something else than an engine, than functions, or than names.
     """
     if not all(callable(view) for view in views):
         raise TypeError(f"watch(llm, view, ...) needs functions that draw a trace, as block_table; got {views!r}.")
-    trace = Trace(llm)
+    trace = Trace(llm, names=names)
     listeners = getattr(llm, "llm_engine", llm).listeners
-    painter = Painter(trace, views or (block_table, batch_occupancy))
+    painter = Painter(trace, views or (block_table, batch_occupancy), start)
     with trace:
         listeners.append(painter)
         try:
@@ -66,8 +68,8 @@ def watch(llm: Any, *views: View) -> Iterator[Trace]:
 class Painter:
     """Shows the newest step of a trace, if the last picture is long enough ago."""
 
-    def __init__(self, trace: Trace, views: Sequence[View]) -> None:
-        self._trace, self._views = trace, views
+    def __init__(self, trace: Trace, views: Sequence[View], start: int | None = None) -> None:
+        self._trace, self._views, self._start = trace, views, start
         self._handles = [_display({"text/plain": "nothing computed yet"}, live=True) for _ in views
                          ] if is_live() and _in_notebook() else []
         self._heights = [0] * len(views)
@@ -99,8 +101,10 @@ class Painter:
             self._finished = True
         if not self._trace.records:
             return
+        last = len(self._trace) - 1
+        where = {} if self._start is None else {"start": min(max(self._start, -1 - last), last)}
         for i, view in enumerate(self._views):
-            bundle = view(self._trace)._repr_mimebundle_()
+            bundle = view(self._trace, **where)._repr_mimebundle_()
             if self._handles:
                 self._handles[i].update(bundle, raw=True)
             else:
