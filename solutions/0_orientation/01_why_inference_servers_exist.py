@@ -22,9 +22,9 @@ from tutorial_engine.notebook import observe, predict
 # memory can deliver per second. A tiny case: 10 weights of 1 byte, and 100 bytes per second. All weights can be read 10
 # times in a second, so one request gets at most 10 tokens per second.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-2"]
 def tokens_per_second_bound(params, bytes_per_param, bandwidth):
-    """The most tokens per second that one request can get. params: how many weights. bandwidth: bytes per second."""
+    """The most tokens per second of one request. params: how many weights. bandwidth: bytes per second."""
     # BEGIN SOLUTION
     return bandwidth / (params * bytes_per_param)
     # END SOLUTION todo: Return the most tokens per second of one request.
@@ -46,8 +46,8 @@ limit
 # </details>
 
 # %% [markdown] tags=["solution"]
-# The units lead the way: (bytes / second) / (bytes / token) = token / second. TFLOP/s do not occur: for one request, the
-# arithmetic has time enough.
+# The units lead the way: (bytes / second) / (bytes / token) = token / second. Arithmetic does not occur: for one request it
+# has time enough.
 
 # %% [markdown]
 # ## 2. What may be counted
@@ -62,7 +62,7 @@ limit
 # 7 2       4 8 6 5 1                 prompt_len=2, eos=2   ->  5 tokens: it was cut off, and has no eos
 # ```
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-4"]
 def count_output_tokens(output_ids, prompt_len, eos):
     """Tokens that the model wrote, up to and with the first eos. output_ids: the prompt, the answer, filling."""
     # BEGIN SOLUTION
@@ -98,7 +98,7 @@ counting
 # cost? A case to try: 1,000 tokens per second are 3.6 million per hour. At 3.60 dollars per hour a million costs 1
 # dollar.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-4"]
 def cost_per_million(tokens_per_second, dollars_per_hour):
     """Dollars for a million tokens."""
     # BEGIN SOLUTION
