@@ -66,8 +66,8 @@ batch_occupancy(loop, -1)
 #
 # That looks like a problem of *waiting*. It is worse. While the machine serves that one request, nearly all of its
 # computing power is unused. This page shows how much is lost, how to get it back, and what that is worth in money.
-# Programs that do this are called **inference servers**. vLLM is one. The engine of this course has vLLM's names, and is
-# small enough to be read.
+# Programs that do this are called **inference servers**. vLLM is one. The engine of this course has vLLM's names, and
+# is small enough to be read.
 
 # %% [markdown]
 # ## The idea
@@ -228,7 +228,7 @@ print(f"one request: {step_ms[1]:.2f} ms a token, {1000 / step_ms[1]:.0f} tokens
 
 # %% tags=["timing", "nbval-ignore-output"]
 numbers, tries = torch.ones(2**25), []  # 134 MB: more than a processor keeps near itself
-for _ in range(7):
+for _ in range(40):
     start = time.perf_counter()
     numbers.sum()
     tries.append(time.perf_counter() - start)
@@ -239,6 +239,8 @@ print(f"bandwidth {bandwidth / 1e9:.0f} GB/s, so at most {bound:.0f} tokens per 
 print(f"the loop's fastest decode step: {mine:.0f} tokens per second, {mine / bound:.0%} of that")
 
 # %% [markdown]
+# (More than 100 % means that something else used the machine while the array was added up. Run the cell again.)
+#
 # **What this proves.** One request is limited by *reading*, on a laptop and on an H200. What does the arithmetic do
 # meanwhile? It needs about 2 operations for each weight, one multiplication and one addition. An H200 can do 989
 # million million of them per second (989 TFLOP/s, in 16 bits):
@@ -639,8 +641,8 @@ for n in (1, 4, 16, 64, 256):
 #   [Prefill and decode](../1_core_concepts/02_prefill_and_decode.ipynb): the two kinds of work in a step.
 #   [PagedAttention](../1_core_concepts/03_paged_attention.ipynb): how the notes of hundreds fit into one memory.
 #   [Continuous batching](../1_core_concepts/04_continuous_batching.ipynb): who is in which step.
-# * **2 Going deeper.** How do the scheduler, the prefix cache, quantisation and speculative decoding work? (No notebooks
-#   yet. Until then read [scheduler.py](../../tutorial_engine/scheduler.py).)
+# * **2 Going deeper.** How do the scheduler, the prefix cache, quantisation and speculative decoding work? (No
+#   notebooks yet. Until then read [scheduler.py](../../tutorial_engine/scheduler.py).)
 # * **3 Running locally.** How do I use it? [Getting started](../3_running_locally/05_getting_started.ipynb): the first
 #   tokens. [Offline batch inference](../3_running_locally/02_offline_batch_inference.ipynb): a pile of prompts.
 # * **4 Case studies.** How do I build something real with it? (No notebooks yet.)

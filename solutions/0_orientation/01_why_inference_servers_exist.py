@@ -46,8 +46,8 @@ limit
 # </details>
 
 # %% [markdown] tags=["solution"]
-# The units lead the way: (bytes / second) / (bytes / token) = token / second. Arithmetic does not occur: for one request it
-# has time enough.
+# The units lead the way: (bytes / second) / (bytes / token) = token / second. Arithmetic does not occur: for one
+# request it has time enough.
 
 # %% [markdown]
 # ## 2. What may be counted
