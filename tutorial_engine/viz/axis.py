@@ -56,10 +56,21 @@ class Steps:
         for (low, high), group in itertools.groupby(spans):
             n = len(list(group))
             if high > low:
-                path.append(f"M{self.x(i):.1f} {base - scale * low:.1f}h{n * self.column:.1f}"
-                            f"v{-scale * (high - low):.1f}h{-n * self.column:.1f}z")
+                width = n * self.column
+                path.append(f"M{_short(self.x(i))} {_short(base - scale * low)}h{_short(width)}"
+                            f"v{_short(-scale * (high - low))}h{_short(-width)}z")
             i += n
         return f'<path class="{style}" d="{"".join(path)}"/>' if path else ""
+
+    def stairs(self, heights: Sequence[float], style: str, base: float, scale: float) -> str:
+        """One bar in each column, all standing on `base`, as the outline of all of them."""
+        if not any(heights):
+            return ""
+        path, i = [], 0
+        for height, group in itertools.groupby(heights):
+            i += len(list(group))
+            path.append(f"V{_short(base - scale * height)}H{_short(self.x(i))}")
+        return f'<path class="{style}" d="M{LEFT} {_short(base)}{"".join(path)}V{_short(base)}z"/>'
 
     @property
     def per_letter(self) -> int:
