@@ -13,7 +13,7 @@
 
 # %% tags=["parameters"]
 NUM_JOBS = 2000  # requests in the simulation of the older systems; fast: 100
-NUM_PAGED_JOBS = 200  # requests in the simulation with blocks; fast: 60
+NUM_PAGED_JOBS = 120  # requests in the simulation with blocks; fast: 60
 
 # %%
 import inspect
@@ -317,7 +317,7 @@ tokenizer = llm.get_tokenizer()
 texts = ["Once upon a time", "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is",
          "1, 2, 3, 4, 5,", "A cache is", "Dear Sir or Madam, I am writing to you because the parcel that I ordered"]
 prompts = [{"prompt_token_ids": tokenizer.encode(text)} for text in texts]
-each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (12, 40, 24, 50, 28)]
+each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (6, 24, 14, 26, 18)]
 print("tokens:", [(len(p["prompt_token_ids"]), s.max_tokens) for p, s in zip(prompts, each)])
 
 # %% [markdown]
@@ -361,7 +361,7 @@ for request, table in last.items():
 # `skip_reading_prefix_cache` forbids that.)
 
 # %%
-afresh = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True, skip_reading_prefix_cache=True)
+afresh = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True, skip_reading_prefix_cache=True)
 with Trace(llm) as single:
     alone = llm.generate(prompts[4], afresh, use_tqdm=False)[0].outputs[0].token_ids
 ((request, table),) = single.records[-1].tables.items()
@@ -471,7 +471,7 @@ print(inspect.getdoc(KVCacheManager.check_invariants))
 # %% [markdown]
 # ### 4. Three answers to one prompt
 #
-# `n=3` asks for three answers. The prompt has 100 tokens, each answer 20. `skip_reading_prefix_cache=True` forbids the
+# `n=3` asks for three answers. The prompt has 100 tokens, each answer 14. `skip_reading_prefix_cache=True` forbids the
 # engine to use blocks that it has already; so we can compare.
 #
 # **Predict.** How many blocks are in use in the last step, without sharing and with it? And how many prompt tokens does
@@ -485,7 +485,7 @@ prompt = {"prompt_token_ids": tokenizer.encode(" word" * 120)[:100]}
 blocks, computed = {}, {}
 for skip in (True, False):
     llm.reset_prefix_cache()
-    params = SamplingParams(n=3, seed=0, max_tokens=20, ignore_eos=True, skip_reading_prefix_cache=skip)
+    params = SamplingParams(n=3, seed=0, max_tokens=14, ignore_eos=True, skip_reading_prefix_cache=skip)
     with Trace(llm) as samples:
         llm.generate(prompt, params, use_tqdm=False)
     blocks[skip] = samples.records[-1].blocks_held
