@@ -204,8 +204,8 @@ print(f"{times_fewer:.0f} times fewer tokens, {times_faster:.1f} times less time
 
 # %% [markdown]
 # Much less than that. A step with one token is not 28 times cheaper than a step with 28: both read all weights of the
-# model, half a gigabyte, and for few tokens this reading is most of the price. The notebook on prefill and decode is
-# about this. With longer texts the gap in time grows too.
+# model, half a gigabyte, and for few tokens this reading is most of the price. [Prefill and
+# decode](02_prefill_and_decode.ipynb) is about this. With longer texts the gap in time grows too.
 #
 # **What this proves.** The cache changes the *work*, never the *words*. It is no approximation. (In half precision,
 # sums taken in another order can tip a close decision. That is rounding, with or without a cache.)
@@ -633,4 +633,5 @@ for gib in (16, 24, 80):
 # vLLM documentation, [Quantized KV Cache](https://docs.vllm.ai/en/latest/features/quantization/quantized_kvcache/). The
 # 0.92 is the default of vLLM 0.33, read in its source. Shapes: the `config.json` of each model on Hugging Face.
 #
-# **Next** in the course: *Prefill and decode*, on why a step with one token costs nearly as much as a step with thirty.
+# **Next** in the course: [Prefill and decode](02_prefill_and_decode.ipynb), on why a step with one token costs nearly
+# as much as a step with thirty.

@@ -49,7 +49,7 @@ def test_text_is_a_table() -> None:
         "request  queued  TTFT  longest ITL  tokens  finished",
         "      0       0     1            1       3    length",
         "      1       3     4            1       2    length"]
-    assert "in 0.1 s; TTFT: median 0.08" in timeline(trace, -1, clock="seconds").text
+    assert "in 100 ms; TTFT: median 80 ms" in timeline(trace, -1, clock="seconds").text
 
 
 def test_a_player_in_seconds_follows_the_clock() -> None:

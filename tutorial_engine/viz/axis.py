@@ -56,9 +56,8 @@ class Steps:
         for (low, high), group in itertools.groupby(spans):
             n = len(list(group))
             if high > low:
-                width = n * self.column
-                path.append(f"M{_short(self.x(i))} {_short(base - scale * low)}h{_short(width)}"
-                            f"v{_short(-scale * (high - low))}h{_short(-width)}z")
+                path.append(f"M{self.x(i):.1f} {base - scale * low:.1f}h{n * self.column:.1f}"
+                            f"v{-scale * (high - low):.1f}h{-n * self.column:.1f}z")
             i += n
         return f'<path class="{style}" d="{"".join(path)}"/>' if path else ""
 

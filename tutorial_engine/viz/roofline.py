@@ -72,11 +72,15 @@ def _text(title: str, points: Mapping[str, tuple[float, float | None]], gpus: Ma
         lines.append(f"{name}: peak {_si(gpu.flops)}FLOP/s, memory {_si(gpu.bandwidth)}B/s")
     for name, (intensity, measured) in points.items():
         speed = f", measured {_si(measured)}FLOP/s" if measured else ""
-        lines += ["", f"{name}: {intensity:.3g} FLOP a byte{speed}"]
+        lines += ["", f"{name}: {_short(intensity)} FLOP a byte{speed}"]
         for gpu_name, gpu in gpus.items():
             limit = "memory" if intensity < gpu.ridge else "arithmetic"
             lines.append(f"  on {gpu_name} at most {_si(gpu.attainable(intensity))}FLOP/s, limited by {limit}")
     return "\n".join(lines)
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _si(number: float) -> str:
@@ -118,5 +122,5 @@ def _svg(title: str, points: Mapping[str, tuple[float, float | None]], gpus: Map
         left = x > LEFT + PLOT / 2  # of the line
         parts += [f'<path class="k d" d="M{x:.1f} {TOP}V{bottom}"/>',
                   f'<circle class="c" cx="{x:.1f}" cy="{y:.1f}" r="5"/>',
-                  text(x - 9 if left else x + 9, y + 4, f"{name}: {intensity:.3g}", "s b e" if left else "s b")]
+                  text(x - 9 if left else x + 9, y + 4, f"{name}: {_short(intensity)}", "s b e" if left else "s b")]
     return document(WIDTH, bottom + 50, title, "".join(parts))

@@ -117,8 +117,10 @@ def timeline(trace: Trace, step: int | None = None, *, clock: str = "steps", nam
 
 
 def amount(value: float | None, clock: str) -> str:
-    """Three digits; whole steps."""
-    return "–" if value is None else f"{value:.3g}" if clock == "seconds" else f"{value:g}"
+    """Three digits and s or ms; whole steps."""
+    if value is None or clock == "steps":
+        return "–" if value is None else f"{value:g}"
+    return f"{value:.3g} s" if value >= 0.9995 else f"{1000 * value:.3g} ms"
 
 
 class _Chart:
@@ -147,22 +149,23 @@ class _Chart:
 
     @property
     def title(self) -> str:
+        return "; ".join(self._headline())
+
+    def _headline(self) -> list[str]:
+        """How many, and what they felt."""
         first = sorted(t.ttft for t in self.times.values() if t.ttft is not None)
         gaps = sorted(gap for t in self.times.values() for gap in t.itl)
-        words = f"{len(self.rows):,} request{'s' * (len(self.rows) != 1)} in {amount(self.end, self.clock)} " \
-                f"{CLOCKS[self.clock]}"
-        if first:
-            words += f"; TTFT: {self._spread(first)}"
-        if gaps:
-            words += f"; ITL: {self._spread(gaps)}"
-        return words
+        took = amount(self.end, self.clock) + " steps" * (self.clock == "steps")
+        felt = [f"{name}: {self._spread(values)}" for name, values in (("TTFT", first), ("ITL", gaps)) if values]
+        return [f"{len(self.rows):,} request{'s' * (len(self.rows) != 1)} in {took}", *felt]
 
     def _spread(self, ascending: list[float]) -> str:
         return (f"median {amount(ascending[len(ascending) // 2], self.clock)}, longest "
                 f"{amount(ascending[-1], self.clock)}")
 
     def _svg(self) -> str:
-        parts = [text(16, 26, self.title, "t")]
+        how_many, *felt = self._headline()
+        parts = [text(16, 26, how_many, "t"), text(16, 46, "; ".join(felt), "h")]
         for n, name in enumerate(("queued", "TTFT", "longest ITL")):
             parts.append(text(LEFT + PLOT + COLUMNS * (n + 1) - 2, self.first_row - 8, name, "e g"))
         parts += [*self._axis(), *self._rows(), *self._legend()]
