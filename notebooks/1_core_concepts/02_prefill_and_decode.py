@@ -136,7 +136,7 @@ for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
 # %% tags=["predict"]
 guess = predict(one_token=None, sixty_four_writers=None, prompt_of_4096=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-1", "R175"]
 def llama_matrix(num_tokens, bytes_per_number=2):
     return round(arithmetic_intensity(num_tokens, 4096, 14_336, bytes_per_number))
 
@@ -198,7 +198,7 @@ print(f"the ridge of this machine is near {speed / bandwidth:.0f} FLOP a byte: {
 # %% tags=["predict"]
 guess = predict(ridge_h100=None, ridge_h200=None, smallest_batch_is_enough_for=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-2"]
 ridges = {name: round(gpu.ridge) for name, gpu in GPUS.items()}
 observe(guess, ridge_h100=ridges["H100"], ridge_h200=ridges["H200"],
         smallest_batch_is_enough_for=min(ridges, key=ridges.get))
@@ -271,7 +271,7 @@ print("without grouped queries:           ", [attention_intensity(batch, 4096, 3
 guess = predict(largest_step_2048=None, largest_step_256=None, largest_step_64=None,
                 prompt_steps_2048=None, prompt_steps_256=None, prompt_steps_64=None, same_texts=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3", "objective-4"]
 def late_arrival(llm, num_writers=4):
     """The writers begin; after six steps the newcomer arrives. Returns the trace, and what everybody wrote."""
     engine, texts = llm.llm_engine, {}
@@ -361,7 +361,7 @@ for budget, (trace, _) in runs.items():
 # %% tags=["predict"]
 guess = predict(decode_256_against_1=None, prefill_8192_against_4096=None, percent_of_bandwidth=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-3", "objective-4"]
 batch = load("llama-8b-batch").records
 decode_ms, prefill_ms = {}, {}
 for i in range(0, len(batch), 9):  # a prefill step and eight decode steps for each size
@@ -445,7 +445,7 @@ print("our steps with a chunk, ms:", [round(1000 * r.seconds, 1) for r in cut.re
 # %% tags=["predict"]
 guess = predict(nobody_notices=None)
 
-# %% tags=["experiment"]
+# %% tags=["experiment", "objective-4"]
 def h200(num_tokens):
     return max(0.0051, 0.0000225 * num_tokens)
 

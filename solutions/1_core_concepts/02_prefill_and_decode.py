@@ -29,7 +29,7 @@ from tutorial_engine.viz.roofline import GPUS, roofline
 # intensity* is operations divided by bytes, with each of the three matrices moved once. For one token and 1,000 × 1,000
 # weights of 2 bytes: 2,000,000 / 2,004,000, nearly 1.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-1"]
 def arithmetic_intensity(num_tokens, num_in, num_out, bytes_per_number=2):
     """FLOP for each byte moved."""
     # BEGIN SOLUTION
@@ -70,7 +70,7 @@ intensity
 # chunk_prefill(remaining=5, budget=4, running=4)      ->  ValueError: nothing is ever left for the prompt
 # ```
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-4"]
 def chunk_prefill(remaining, budget, running):
     """For each step until the prompt is computed: (tokens of those who write, tokens of the prompt)."""
     # BEGIN SOLUTION
@@ -114,7 +114,7 @@ chunking
 # ttft_itl(10, [13, 14, 15])   ->  (3, [1, 1])
 # ```
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "objective-3"]
 def ttft_itl(arrival, times):
     """(time to first token, list of gaps)"""
     # BEGIN SOLUTION
