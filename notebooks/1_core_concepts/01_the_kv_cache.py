@@ -13,8 +13,8 @@
 # [Getting started](../3_running_locally/05_getting_started.ipynb).
 
 # %% tags=["parameters"]
-NUM_TOKENS = 24  # tokens that are written in experiment 1; fast: 4
-LONG_CONTEXT = 1024  # tokens of the long text in experiment 4; fast: 64
+NUM_TOKENS = 12  # tokens that are written in experiment 1; fast: 4
+LONG_CONTEXT = 512  # tokens of the long text in experiment 4; fast: 64
 
 # %%
 import random
@@ -146,8 +146,8 @@ print(f"{shape.num_hidden_layers} layers, {shape.num_key_value_heads} KV heads,"
 #
 # ### 1. With and without
 #
-# Write 24 tokens after our prompt of 22. Once the engine's way: one request, whose K and V are kept. Once the absurd
-# way: 24 requests, each with the whole text so far. **How many tokens go through the model, in all steps together?**
+# Write 12 tokens after our prompt of 22. Once the engine's way: one request, whose K and V are kept. Once the absurd
+# way: 12 requests, each with the whole text so far. **How many tokens go through the model, in all steps together?**
 # And is the text the same?
 #
 # Write your numbers in place of `None`. A wrong guess teaches more than none. (A hint: the last token that is written
@@ -203,18 +203,18 @@ times_faster = thrown_away.seconds / kept.seconds
 print(f"{times_fewer:.0f} times fewer tokens, {times_faster:.1f} times less time")
 
 # %% [markdown]
-# Much less than that. A step with one token is not 34 times cheaper than a step with 34: both read all weights of the
+# Much less than that. A step with one token is not 28 times cheaper than a step with 28: both read all weights of the
 # model, half a gigabyte, and for few tokens this reading is most of the price. [Prefill and
 # decode](02_prefill_and_decode.ipynb) is about this. With longer texts the gap in time grows too.
 #
 # **What this proves.** The cache changes the *work*, never the *words*. It is no approximation. (In half precision,
 # sums taken in another order can tip a close decision. That is rounding, with or without a cache.)
 #
-# **Now change one thing:** set `NUM_TOKENS = 48` at the top. Predict both counts before you run.
+# **Now change one thing:** set `NUM_TOKENS = 24` at the top. Predict both counts before you run.
 #
 # <details><summary>What happens</summary>
 #
-# 22 + 47 = 69 with the cache, 22 + 23 + ... + 69 = 2,184 without: half as much again, and nearly three times as much.
+# 22 + 23 = 45 with the cache, 22 + 23 + ... + 45 = 804 without: a third more, and nearly two and a half times as much.
 # </details>
 
 # %% [markdown]
@@ -350,7 +350,7 @@ for name, (layers, hidden, gib, paper) in opt.items():
 # %% [markdown]
 # ### 4. Watch it grow
 #
-# Three requests at once. Their prompts have 22, 4 and 14 tokens; they want 6, 28 and 20 tokens. A block has 16 places,
+# Three requests at once. Their prompts have 22, 4 and 14 tokens; they want 6, 16 and 20 tokens. A block has 16 places,
 # and a request takes a new one when its last is full.
 #
 # **Predict.** How many blocks are taken in the first step? At most, in any step? When all is done?
@@ -362,7 +362,7 @@ guess = predict(blocks_in_the_first_step=None, most_blocks_at_once=None, blocks_
 from tutorial_engine.viz import memory_map, watch
 
 prompts = [prompt, tokenizer.encode("Once upon a time"), tokenizer.encode("1, 2, 3, 4, 5,")]
-each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (6, 28, 20)]
+each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (6, 16, 20)]
 free_before = llm.llm_engine.num_gpu_blocks - 1  # block 0 is never given out
 with watch(llm, memory_map) as trace:
     llm.generate([{"prompt_token_ids": ids} for ids in prompts], each, use_tqdm=False)
@@ -395,7 +395,7 @@ observe(guess, blocks_in_the_first_step=held[0], most_blocks_at_once=max(held),
 
 # %% [markdown]
 # **And in time?** Each step reads all weights once, and the K and V of everybody aboard. For one request alone, how
-# many percent more bytes does a step read after 1,024 tokens than at the start? And after how many tokens does it read
+# many percent more bytes does a step read after 512 tokens than at the start? And after how many tokens does it read
 # as much cache as weights? (The model has 134,515,008 weights of 4 bytes. A token costs 46,080 bytes.)
 
 # %% tags=["predict"]
@@ -409,10 +409,10 @@ observe(guess, percent_more_bytes_to_read=round(100 * LONG_CONTEXT * per_token /
 
 # %% tags=["timing", "nbval-ignore-output"]
 def decode_seconds(context):
-    """Seconds of a decode step after so many tokens. The fastest of seven: others use the machine too."""
+    """Seconds of a decode step after so many tokens. The fastest of five: others use the machine too."""
     ids = random.Random(0).choices(range(1000, 20_000), k=context)
     with Trace(llm) as trace:
-        llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)
     return min(record.seconds for record in trace.records[1:])
 
 

@@ -13,7 +13,7 @@
 
 # %% tags=["parameters"]
 NUM_JOBS = 2000  # requests in the simulation of the older systems; fast: 100
-NUM_PAGED_JOBS = 200  # requests in the simulation with blocks; fast: 60
+NUM_PAGED_JOBS = 120  # requests in the simulation with blocks; fast: 60
 
 # %%
 import inspect
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from tutorial_engine import LLM, SamplingParams
 from tutorial_engine.exercises.paged_attention import slot_mapping
-from tutorial_engine.notebook import expect_error, observe, predict, show_source
+from tutorial_engine.notebook import compare, expect_error, observe, predict, show_source
 from tutorial_engine.simulation import Job, simulate
 from tutorial_engine.trace import Trace
 from tutorial_engine.viz import block_table, memory_map, watch
@@ -265,19 +265,19 @@ observe(guess, percent_with_a_token_in_Max=round(ours["Max"]["token"]),
 # %%
 kinds = ("token", "reserved", "internal", "other", "aboard")
 paper = {"Max": (20.4, 13.3, 57.3, 8.9, 7.00), "Pow2": (26.8, 17.9, 13.6, 41.6, 9.81),
-         "Oracle": (38.2, 25.2, 0, 36.6, 13.62), "paged": (96.3, 0, 0, 3.7, 30.42)}
-print("paper / ours" + "".join(f"{kind:>16}" for kind in kinds))
-for system in paper:
-    print(f"{system:12}" + "".join(f"{p:8.1f} / {ours[system][kind]:5.1f}" for p, kind in zip(paper[system], kinds)))
+         "Oracle": (38.2, 25.2, 0.0, 36.6, 13.62), "paged": (96.3, 0.0, 0.0, 3.7, 30.42)}
+paper = {system: dict(zip(kinds, numbers)) for system, numbers in paper.items()}
+compare(**{f"{system}, {whose}": numbers[system]
+           for system in paper for whose, numbers in (("paper", paper), ("ours", ours))})
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(10, 2.8), sharey=True, layout="constrained")
 colours = {"token": "#74c3ec", "reserved": "#f0c36d", "internal": "#d97b66", "other": "#d0d0d0"}
-for ax, title in zip(axes, ("paper", "ours")):
+for ax, title, numbers in zip(axes, ("paper", "ours"), (paper, ours)):
     for y, system in enumerate(paper):
         left = 0
-        for i, (kind, colour) in enumerate(colours.items()):
-            width = paper[system][i] if title == "paper" else ours[system][kind]
+        for kind, colour in colours.items():
+            width = numbers[system][kind]
             ax.barh(y, width, left=left, color=colour, edgecolor="white", label=kind if y == 0 else None)
             left += width
     ax.set(title=title, xlabel="percent of the memory", yticks=range(4), yticklabels=paper)
@@ -317,7 +317,7 @@ tokenizer = llm.get_tokenizer()
 texts = ["Once upon a time", "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is",
          "1, 2, 3, 4, 5,", "A cache is", "Dear Sir or Madam, I am writing to you because the parcel that I ordered"]
 prompts = [{"prompt_token_ids": tokenizer.encode(text)} for text in texts]
-each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (12, 40, 24, 50, 28)]
+each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (6, 24, 14, 26, 18)]
 print("tokens:", [(len(p["prompt_token_ids"]), s.max_tokens) for p, s in zip(prompts, each)])
 
 # %% [markdown]
@@ -356,12 +356,12 @@ for request, table in last.items():
     print(f"request {request}: blocks {table}")
 
 # %% [markdown]
-# The blocks of one text are scattered over the pool. Does it matter to the words? Run the last request once more, alone
+# The blocks of one text need not lie side by side. Does it matter to the words? Run the last request once more, alone
 # and in other blocks. (The engine would find the first block of this prompt again and use it;
 # `skip_reading_prefix_cache` forbids that.)
 
 # %%
-afresh = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True, skip_reading_prefix_cache=True)
+afresh = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True, skip_reading_prefix_cache=True)
 with Trace(llm) as single:
     alone = llm.generate(prompts[4], afresh, use_tqdm=False)[0].outputs[0].token_ids
 ((request, table),) = single.records[-1].tables.items()
@@ -471,7 +471,7 @@ print(inspect.getdoc(KVCacheManager.check_invariants))
 # %% [markdown]
 # ### 4. Three answers to one prompt
 #
-# `n=3` asks for three answers. The prompt has 100 tokens, each answer 20. `skip_reading_prefix_cache=True` forbids the
+# `n=3` asks for three answers. The prompt has 100 tokens, each answer 14. `skip_reading_prefix_cache=True` forbids the
 # engine to use blocks that it has already; so we can compare.
 #
 # **Predict.** How many blocks are in use in the last step, without sharing and with it? And how many prompt tokens does
@@ -485,7 +485,7 @@ prompt = {"prompt_token_ids": tokenizer.encode(" word" * 120)[:100]}
 blocks, computed = {}, {}
 for skip in (True, False):
     llm.reset_prefix_cache()
-    params = SamplingParams(n=3, seed=0, max_tokens=20, ignore_eos=True, skip_reading_prefix_cache=skip)
+    params = SamplingParams(n=3, seed=0, max_tokens=14, ignore_eos=True, skip_reading_prefix_cache=skip)
     with Trace(llm) as samples:
         llm.generate(prompt, params, use_tqdm=False)
     blocks[skip] = samples.records[-1].blocks_held
@@ -494,10 +494,10 @@ observe(guess, blocks_without=blocks[True], blocks_with=blocks[False], prompt_to
         prompt_tokens_with=computed[False])
 
 # %%
-block_table(samples, step=-1)
+block_table(samples, step=-1, names=["A", "B", "C"])
 
 # %% [markdown]
-# (`1_0` is answer 1 of request 0: a picture counts from 0, and so do answers.) 100 tokens are six full blocks and four
+# The picture calls the three answers A, B and C. 100 tokens are six full blocks and four
 # tokens more. The six are held once, with three readers. The seventh cannot be shared: each answer will write its own
 # next token into it. Two ways to deal with it are known:
 #
@@ -528,7 +528,8 @@ def saving(n):
     return 100 * sum((n - 1) * (prompt // 16) * answer for prompt, answer in jobs) / without
 
 
-print("paper: 16.2 % to 30.5 %      ours:", " to ".join(f"{saving(n):.1f} %" for n in (2, 6)))
+compare(paper={"2 answers, percent saved": 16.2, "6 answers": 30.5},
+        ours={"2 answers, percent saved": saving(2), "6 answers": saving(6)})
 
 # %% [markdown]
 # **What this proves.** A table that *names* blocks can name those of somebody else. With memory in one piece for each

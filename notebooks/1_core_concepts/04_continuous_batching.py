@@ -309,10 +309,10 @@ observe(guess, longest_pause_ms_2048=pause_whole, longest_pause_ms_64=pause_cut,
         newcomer_waits_longer=ttft_cut > ttft_whole)
 
 # %%
-timeline(whole, clock="seconds")
+timeline(whole, clock="seconds", names={"3": "newcomer"})
 
 # %%
-timeline(cut, clock="seconds")
+timeline(cut, clock="seconds", names={"3": "newcomer"})
 
 # %% [markdown]
 # Each thin line is a token, and ITL (*inter-token latency*) is the gap between two. In the first picture is a hole in

@@ -52,7 +52,7 @@ def test_javascript_draws_what_python_draws(browser: Tab, tmp_path: Path, make: 
     """Every frame of the block table, character by character."""
     trace = make()
     show(browser, tmp_path, block_table(trace))
-    states = list(pool_states(trace, steps_to_show(trace)))
+    states = list(pool_states(trace, steps_to_show(trace, 1)))
     layout = Layout.of(states)
     wanted = [_svg(state, layout) for state in states]
     differ = browser.js(f"""(wanted => {{

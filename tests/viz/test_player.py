@@ -1,6 +1,7 @@
 """The player as a file: small, the same every time, nothing in it that could break out. What it does in a browser is
 tested in `tests/browser`."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -8,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.viz.support import TWO_STEPS, busy_trace, crowded_trace, record, trace_of
+from tutorial_engine.simulation import simulate, workload
 from tutorial_engine.trace import StepRecord, Trace
 from tutorial_engine.viz import batch_occupancy, block_table, memory_map, timeline
+from tutorial_engine.viz import player as player_module
 from tutorial_engine.viz.palette import DARK, LIGHT, NAMES, NUM_COLORS
-from tutorial_engine.viz.player import MAX_FRAMES, sentences, steps_to_show
+from tutorial_engine.viz.player import MAX_BYTES, MAX_FRAMES, MIN_FRAMES, sentences, steps_to_show
 
 VIEWS = [block_table, batch_occupancy, memory_map, timeline]
 
@@ -62,12 +65,49 @@ def test_ids_cannot_break_out() -> None:
 
 
 def test_long_traces_are_thinned_out() -> None:
-    assert steps_to_show(trace_of(*[record(i) for i in range(MAX_FRAMES)])) == list(range(MAX_FRAMES))
-    steps = steps_to_show(trace_of(*[record(i) for i in range(2 * MAX_FRAMES + 2)]))
-    assert steps[:3] == [0, 3, 6] and steps[-1] == 2 * MAX_FRAMES + 1 and len(steps) <= MAX_FRAMES
+    assert steps_to_show(busy_trace(40), 1) == list(range(40)) and steps_to_show(busy_trace(40), 13) == [0, 13, 26, 39]
     trace = trace_of(*[record(i, tables={"0": [1 + i % 7]}, lengths={"0": 4}) for i in range(1000)])
     page = payload(block_table(trace).html)
-    assert page["num"] == len(page["frames"]) <= MAX_FRAMES and page["frames"][-1][0] == 999
+    assert page["num"] == len(page["frames"]) == 334 <= MAX_FRAMES and page["frames"][-1][0] == 999
+
+
+@functools.cache
+def full_trace() -> Trace:
+    """400 steps of 64 blocks with up to 24 requests, who come and go all the time."""
+    trace = simulate(workload(220), num_blocks=65, max_num_seqs=24, max_num_batched_tokens=64)
+    del trace.records[400:]
+    assert len(trace) == 400 and max(len(r.tables) for r in trace) > 16
+    return trace
+
+
+@pytest.mark.parametrize("trace", [lambda: busy_trace(400, 65), lambda: busy_trace(400, 33), full_trace])
+@pytest.mark.parametrize("view", VIEWS)
+def test_four_hundred_steps_are_less_than_100_kb(view, trace) -> None:
+    """Steps are left out until the player is small enough; then it says so, and its last step is the run's."""
+    player = view(trace())
+    page = player.html
+    assert len(page.encode()) < MAX_BYTES == 100_000
+    shown = payload(page)
+    left_out = shown["num"] < 400
+    assert left_out == ("one step in " in player.text.splitlines()[0]) == shown["hint"].startswith("one step in ")
+    assert "400 steps" in player.text.splitlines()[0] and shown["num"] >= MIN_FRAMES
+    if view is block_table:
+        assert shown["frames"][-1][0] == 399
+    else:
+        assert shown["say"][0][shown["say"][1][-1][0]].startswith("Step \1") and shown["say"][1][-1][1] == 399
+
+
+def test_a_memory_map_that_leaves_steps_out_still_counts_them() -> None:
+    player, whole = memory_map(full_trace()), memory_map(full_trace(), -1)
+    assert player.text.splitlines()[1:] == whole.text.splitlines()  # the sums and the letters
+    assert "one step in " in player.svg and "one step in " not in whole.svg
+    assert player.svg.count('class="r ') < whole.svg.count('class="r ')
+    assert "one step in " not in memory_map(busy_trace(40)).svg
+
+
+def test_a_picture_that_no_thinning_makes_small_is_shown_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(player_module, "MAX_BYTES", 10)
+    assert MIN_FRAMES <= batch_occupancy(busy_trace(200))._payload["num"] <= MIN_FRAMES + 1
 
 
 def test_the_block_table_begins_where_most_is_to_be_seen() -> None:
@@ -86,7 +126,7 @@ def test_a_player_opens_at_a_step(view) -> None:
     with pytest.raises(ValueError, match="give one of the two"):
         view(trace, 3, start=5)
     long = trace_of(*[record(i, tables={"0": [1]}, lengths={"0": 4}) for i in range(1000)])
-    steps = steps_to_show(long)
+    steps = steps_to_show(long, 3)
     at = view(long, start=500)._payload["at"]
     assert steps[at] <= 500 < steps[at + 1]
 

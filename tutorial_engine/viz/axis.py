@@ -61,6 +61,16 @@ class Steps:
             i += n
         return f'<path class="{style}" d="{"".join(path)}"/>' if path else ""
 
+    def stairs(self, heights: Sequence[float], style: str, base: float, scale: float) -> str:
+        """One bar in each column, all standing on `base`, as the outline of all of them."""
+        if not any(heights):
+            return ""
+        path, i = [], 0
+        for height, group in itertools.groupby(heights):
+            i += len(list(group))
+            path.append(f"V{_short(base - scale * height)}H{_short(self.x(i))}")
+        return f'<path class="{style}" d="M{LEFT} {_short(base)}{"".join(path)}V{_short(base)}z"/>'
+
     @property
     def per_letter(self) -> int:
         """Steps that one letter stands for where the picture is shown as text."""

@@ -24,7 +24,7 @@ from tutorial_engine.trace import Names, Trace
 from tutorial_engine.viz.axis import num_steps_up_to
 from tutorial_engine.viz.palette import NUM_COLORS
 from tutorial_engine.viz.picture import Picture, box, document, text
-from tutorial_engine.viz.player import Player, frame_of, steps_to_show
+from tutorial_engine.viz.player import Player, fitting_player, frame_of
 from tutorial_engine.viz.pool_state import PoolState, pool_state, pool_states
 
 COLUMNS, TABLE_COLUMNS = 8, 6  # blocks in a row of the pool, and of a request's table
@@ -60,14 +60,17 @@ def block_table(trace: Trace, step: int | None = None, *, names: Names = None, s
         state = pool_state(trace, step)
         layout = Layout.of([state])
         return Picture(layout.document(state), layout.text(state))
-    steps = steps_to_show(trace)
-    states = list(pool_states(trace, steps))
-    layout = Layout.of(states)
-    at = (max(range(len(states)), key=lambda i: len(states[i].owners)) if start is None
-          else frame_of(trace, steps, start))
-    return Player(layout.document(states[at]), layout.text(states[at]), "block_table", len(states),
-                  f"Block table, {num_steps:,} steps{', from the fullest' * (start is None)}",
-                  _payload(states, layout), at)
+
+    def player(steps: list[int]) -> Player:
+        states = list(pool_states(trace, steps))
+        layout = Layout.of(states)
+        at = (max(range(len(states)), key=lambda i: len(states[i].owners)) if start is None
+              else frame_of(trace, steps, start))
+        return Player(layout.document(states[at]), layout.text(states[at]), "block_table", len(states),
+                      f"Block table, {num_steps:,} steps{', from the fullest' * (start is None)}",
+                      _payload(states, layout), at)
+
+    return fitting_player(trace, player)
 
 
 # ---------------------------------------------------------------------- words

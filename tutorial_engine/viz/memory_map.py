@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import itertools
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tutorial_engine.trace import Names, Trace
 from tutorial_engine.viz.axis import LEFT, WIDTH, Steps, num_steps_up_to, rectangle
 from tutorial_engine.viz.palette import NUM_COLORS
 from tutorial_engine.viz.picture import Picture, box, document, text
-from tutorial_engine.viz.player import Player, frame_of, steps_to_show
+from tutorial_engine.viz.player import Player, fitting_player, frame_of, one_in
 from tutorial_engine.viz.pool_state import PoolState, pool_states
 
 TOP, BARS, MAX_ROWS, MAX_TEXT_ROWS = 48, 70, 96, 32
@@ -45,14 +45,19 @@ def memory_map(trace: Trace, step: int | None = None, *, reserve: int | None = N
     """
     trace = trace.named(names)
     num_steps = num_steps_up_to(trace, step, start)
-    chart = _Chart(list(pool_states(trace, range(num_steps))), reserve)
+    states = list(pool_states(trace, range(num_steps)))
     if step is not None:
+        chart = _Chart(states, reserve, range(num_steps))
         return Picture(chart.svg, chart.text)
-    steps = steps_to_show(trace)
-    return Player(chart.svg, chart.text, "strip", len(steps), f"KV memory map, {num_steps:,} steps",
-                  {"w": WIDTH, "h": chart.height, "xs": [round(chart.steps.x(i), 1) for i in [*steps, num_steps]],
-                   "y0": TOP, "y1": chart.bottom, "say": [chart.describe(chart.states[i]) for i in steps],
-                   "tips": chart.tips}, frame_of(trace, steps, start))
+
+    def player(steps: list[int]) -> Player:
+        chart = _Chart(states, reserve, steps)
+        return Player(chart.svg, chart.text, "strip", len(steps), f"KV memory map, {num_steps:,} steps",
+                      {"w": WIDTH, "h": chart.height, "xs": [round(chart.steps.x(i), 1) for i in [*steps, num_steps]],
+                       "y0": TOP, "y1": chart.bottom, "say": [chart.describe(states[i]) for i in steps],
+                       "tips": chart.tips}, frame_of(trace, steps, start))
+
+    return fitting_player(trace, player)
 
 
 def percent(part: float, whole: float) -> str:
@@ -60,8 +65,11 @@ def percent(part: float, whole: float) -> str:
 
 
 class _Chart:
-    def __init__(self, states: list[PoolState], reserve: int | None) -> None:
-        self.states, self.reserve = states, reserve
+    """Args: states: of all steps; the sums are over them. shown: the steps that are drawn, each until the next one."""
+
+    def __init__(self, states: list[PoolState], reserve: int | None, shown: Sequence[int]) -> None:
+        self.states, self.reserve, self.stride = states, reserve, shown[1] - shown[0] if len(shown) > 2 else 1
+        self.drawn = [states[i] for i, end in zip(shown, [*shown[1:], len(states)]) for _ in range(i, end)]
         if reserve is not None:
             longest = max((n for s in states for n in s.lengths.values()), default=0)
             if longest > reserve:
@@ -114,25 +122,25 @@ class _Chart:
 
     def _bars(self) -> Iterator[str]:
         """Slots in use in each step, and how many of them hold a token."""
-        reserved = [self.reserve * len(s.tables) if self.reserve else 0 for s in self.states]
-        most = max(max(s.slots for s in self.states), *reserved, 1)
+        reserved = [self.reserve * len(s.tables) if self.reserve else 0 for s in self.drawn]
+        most = max(max(s.slots for s in self.drawn), *reserved, 1)
         base, scale = TOP + BARS, (BARS - 12) / most
         yield text(LEFT - 8, base - 30, "slots", "e")
         yield text(LEFT - 8, base - 18, f"most {most:,}", "e g")
         yield text(LEFT - 8, base - 6, f"pool {(self.states[0].num_blocks - 1) * self.states[0].block_size:,}", "e g")
-        yield self.steps.area([(s.slots, r) for s, r in zip(self.states, reserved)], "w", base, scale)
-        yield self.steps.area([(0, s.tokens) for s in self.states], USED, base, scale)
-        yield self.steps.area([(s.tokens, s.slots) for s in self.states], EMPTY, base, scale)
+        yield self.steps.stairs(reserved, "w", base, scale)  # each covers a part of the one before
+        yield self.steps.stairs([s.slots for s in self.drawn], EMPTY, base, scale)
+        yield self.steps.stairs([s.tokens for s in self.drawn], USED, base, scale)
 
     def _rows(self) -> Iterator[str]:
         y = self.first_row
         for block in self.blocks[:MAX_ROWS]:
             if self.row >= 10:
                 yield text(LEFT - 8, y + self.row / 2 + 3, f"block {block}", "e")
-            findable = [((1, 2) if _holder(state, block) == FINDABLE else (0, 0)) for state in self.states]
+            findable = [((1, 2) if _holder(state, block) == FINDABLE else (0, 0)) for state in self.drawn]
             yield self.steps.area(findable, STILL_THERE, y + self.row - 1, (self.row - 2) / 2)
             first = 0
-            for holder, group in itertools.groupby(_holder(state, block) for state in self.states):
+            for holder, group in itertools.groupby(_holder(state, block) for state in self.drawn):
                 last = first + len(list(group)) - 1
                 if holder not in (FREE, FINDABLE):
                     yield self._run(block, holder, first, last, y)
@@ -163,7 +171,7 @@ class _Chart:
         for style, words in kinds:
             yield box(x, y + 4, 14, 14, style) + text(x + 20, y + 15, words, "h")
             x += 40 + 6 * len(words)
-        yield text(x, y + 15, "a colour is a request", "h")
+        yield text(x, y + 15, "; ".join(filter(None, ["a colour is a request", one_in(self.stride)])), "h")
 
     # As text
 

@@ -17,7 +17,7 @@ from tutorial_engine.viz.activity import Activity, activities
 from tutorial_engine.viz.axis import LEFT, WIDTH, Steps, num_steps_up_to, rectangle
 from tutorial_engine.viz.palette import CACHED, DECODE, PREFILL, RECOMPUTE
 from tutorial_engine.viz.picture import Picture, box, document, text
-from tutorial_engine.viz.player import Player, frame_of, steps_to_show
+from tutorial_engine.viz.player import Player, fitting_player, frame_of
 
 STYLES = {"prefill": f"p{PREFILL}", "decode": f"p{DECODE}", "recompute": f"p{RECOMPUTE}", "waiting": "w", "held": "z"}
 LETTERS = {"prefill": "P", "decode": "D", "recompute": "R", "waiting": ".", "held": "-"}
@@ -66,12 +66,15 @@ def batch_occupancy(trace: Trace, step: int | None = None, *, names: Names = Non
     chart = _Chart(trace, num_steps)
     if step is not None:
         return Picture(chart.svg, chart.text)
-    steps = steps_to_show(trace)
-    xs = [round(chart.steps.x(i), 1) for i in [*steps, num_steps]]
-    return Player(chart.svg, chart.text, "strip", len(steps), f"Batch occupancy, {num_steps:,} steps",
-                  {"w": WIDTH, "h": chart.height, "xs": xs, "y0": TOP - 4, "y1": chart.bottom,
-                   "say": [describe(trace.records[i]) for i in steps], "tips": chart.tips},
-                  frame_of(trace, steps, start))
+
+    def player(steps: list[int]) -> Player:
+        xs = [round(chart.steps.x(i), 1) for i in [*steps, num_steps]]
+        return Player(chart.svg, chart.text, "strip", len(steps), f"Batch occupancy, {num_steps:,} steps",
+                      {"w": WIDTH, "h": chart.height, "xs": xs, "y0": TOP - 4, "y1": chart.bottom,
+                       "say": [describe(trace.records[i]) for i in steps], "tips": chart.tips},
+                      frame_of(trace, steps, start))
+
+    return fitting_player(trace, player)
 
 
 def describe(record: StepRecord) -> str:

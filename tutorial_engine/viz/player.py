@@ -16,8 +16,9 @@ import bisect
 import hashlib
 import html
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from tutorial_engine.viz.axis import num_steps_up_to
 from tutorial_engine.viz.palette import PAGE_CSS
 from tutorial_engine.viz.picture import HATCH, Picture
 
-MAX_FRAMES = 400  # of a longer trace, every second, third ... step is shown
+MAX_FRAMES, MIN_FRAMES = 400, 20  # of a longer trace, one step in two, three ... is shown
+MAX_BYTES = 100_000  # of HTML: a notebook stores it, and a page holds several
 HINT = "hover for details; keys: ← → step, Home End, Space play"
 
 
@@ -47,6 +49,13 @@ class Player(Picture):
         self._view, self._label = view, label
         self._payload = payload | {"num": num_frames, "at": num_frames - 1 if start is None else start,
                                    "ms": max(66, min(400, 15_000 // num_frames)), "hatch": HATCH, "hint": HINT}
+
+    def shows_one_in(self, stride: int) -> None:
+        """Say in the label, and below the picture, that steps are left out."""
+        if words := one_in(stride):
+            self._label += f", {words}"
+            self.text = f"{self._label}\n{self.text.partition(chr(10))[2]}"
+            self._payload["hint"] = f"{words}; {HINT}"
 
     @property
     def html(self) -> str:
@@ -81,10 +90,30 @@ def _script(view: str) -> str:
     return "\n".join(line for line in lines if line and not line.startswith("//"))
 
 
-def steps_to_show(trace: Trace) -> list[int]:
-    """All steps, or evenly spaced ones of a long trace; the last one always."""
+def fitting_player(trace: Trace, make: Callable[[list[int]], Player]) -> Player:
+    """`make(steps)` for as many steps of the trace as MAX_FRAMES and MAX_BYTES allow. If steps are missing, it says so.
+
+    At least MIN_FRAMES are shown, whatever that takes.
+    """
     stride = -(-len(trace) // MAX_FRAMES)
+    longest = max(stride, len(trace) // MIN_FRAMES)
+    while True:
+        player = make(steps_to_show(trace, stride))
+        player.shows_one_in(stride)
+        size = len(player.html.encode())
+        if size < MAX_BYTES or stride == longest:
+            return player
+        stride = min(max(stride + 1, math.ceil(stride * size / MAX_BYTES)), longest)
+
+
+def steps_to_show(trace: Trace, stride: int) -> list[int]:
+    """Evenly spaced steps; the last one always."""
     return sorted({*range(0, len(trace), stride), len(trace) - 1})
+
+
+def one_in(stride: int) -> str:
+    """What a picture says that leaves steps out; "" if it shows all."""
+    return f"one step in {stride} is shown" if stride > 1 else ""
 
 
 def frame_of(trace: Trace, steps: list[int], start: int | None) -> int:

@@ -23,7 +23,7 @@ from tutorial_engine.viz.activity import activities
 from tutorial_engine.viz.axis import LEFT, num_steps_up_to, rectangle
 from tutorial_engine.viz.occupancy import STYLES, describe, runs
 from tutorial_engine.viz.picture import Picture, box, document, text
-from tutorial_engine.viz.player import Player, frame_of, steps_to_show
+from tutorial_engine.viz.player import Player, fitting_player, frame_of
 
 CLOCKS = {"steps": "steps", "seconds": "s"}
 TOP, MAX_ROWS, WIDTH, PLOT, COLUMNS = 48, 60, 844, 560, 60  # pixels; the plot is between LEFT and LEFT + PLOT
@@ -105,12 +105,15 @@ def timeline(trace: Trace, step: int | None = None, *, clock: str = "steps", nam
     chart = _Chart(part, clock)
     if step is not None:
         return Picture(chart.svg, chart.text)
-    steps = steps_to_show(trace)
-    xs = [*(round(chart.x(chart.began(i)), 1) for i in steps), round(chart.x(chart.end), 1)]
-    return Player(chart.svg, chart.text, "strip", len(steps), f"Timeline of the requests, {num_steps:,} steps",
-                  {"w": WIDTH, "h": chart.height, "xs": xs, "y0": TOP, "y1": chart.bottom,
-                   "say": [describe(trace.records[i]) for i in steps], "tips": chart.tips},
-                  frame_of(trace, steps, start))
+
+    def player(steps: list[int]) -> Player:
+        xs = [*(round(chart.x(chart.began(i)), 1) for i in steps), round(chart.x(chart.end), 1)]
+        return Player(chart.svg, chart.text, "strip", len(steps), f"Timeline of the requests, {num_steps:,} steps",
+                      {"w": WIDTH, "h": chart.height, "xs": xs, "y0": TOP, "y1": chart.bottom,
+                       "say": [describe(trace.records[i]) for i in steps], "tips": chart.tips},
+                      frame_of(trace, steps, start))
+
+    return fitting_player(trace, player)
 
 
 def amount(value: float | None, clock: str) -> str:
