@@ -85,7 +85,8 @@ print(f"the {len(row) - 8:,} others together: {1 - row.topk(8).values.exp().sum(
 # ## Under the hood
 #
 # Everything happens in one short file, [sampler.py](../../tutorial_engine/sampler.py). The beginning of its description
-# is the order of operations, and it is vLLM's:
+# is the order of operations, and it is vLLM's (that of its newer model runner; in the older one custom processors come
+# before the penalties):
 
 # %%
 print(inspect.getdoc(sampler).split("\n\n")[1])
@@ -327,7 +328,7 @@ print(empty[0].finish_reason)
 # ### 4. Seeds, and four answers to one prompt
 #
 # `n=4` asks for four answers. Our prompt now has 53 tokens. The engine makes four requests out of one: each child is
-# sampled by itself, and full blocks of the prompt are shared. Child *i* gets the seed `seed + i`.
+# sampled by itself, and full blocks of the prompt are shared.
 #
 # **Predict.**
 #
@@ -365,10 +366,10 @@ for name, (start, number) in trace.records[0].scheduled.items():
 # next tokens into it. So nothing ever has to be copied. (Older texts say that `n > 1` copies on write. That was the
 # paper, and vLLM's first version.)
 #
-# **What this proves.** A seed belongs to a *request*, and the draw depends on nothing else. So a seeded request can be
-# repeated tomorrow, in another crowd. What must stay the same is the logits: same model, same numbers, same engine.
-# (vLLM's older model runner keeps a random generator for each seeded request instead. Seen from outside it is the
-# same.)
+# **What this proves.** Child *i* gets the seed `seed + i`, so four answers are four ordinary requests. A seed belongs
+# to a *request*, and the draw depends on nothing else. So a seeded request can be repeated tomorrow, in another crowd.
+# What must stay the same is the logits: same model, same numbers, same engine. (vLLM's older model runner keeps a
+# random generator for each seeded request instead. Seen from outside it is the same.)
 #
 # **Now change one thing:** make `n` 8. How many blocks are held in the second step, and how many tokens are computed in
 # the first?
@@ -393,7 +394,7 @@ for name, (start, number) in trace.records[0].scheduled.items():
 # | `logit_bias` | none | added to the logits of certain tokens | per token |
 # | `seed` | none: drawn for you | the draws of this request | 64 bits |
 # | `max_tokens` | **16** | when to stop | `None`: until the context is full |
-# | `n` | 1 | how many answers | |
+# | `n` | 1 | how many answers; more than 1 only if drawn | 1 or more |
 #
 # Each prompt of a call may have knobs of its own: give a *list* of `SamplingParams`, one for each prompt. They all run
 # in one batch. Let us try four repetition penalties at once, all greedy. **Predict**: of 32 tokens, how many are
@@ -471,8 +472,9 @@ print(f"decisions that are ties if these logits are rounded to bfloat16: {ties} 
 # In float32 all agree: the logits of a batch and of a single request differ far less than the closest two tokens do. A
 # bfloat16 has 8 significant bits, so between 16 and 32 there are only steps of 0.125. There some of our decisions
 # become ties, and whatever tips them tips everything that follows. So on a GPU in 16 bits the same greedy prompt may
-# write different texts in different crowds. That is no bug of sampling, and a seed does not help. vLLM has a mode that
-# does, `VLLM_BATCH_INVARIANT=1`, which is slower and wants a fairly new GPU.
+# write different texts in different crowds. (On the CPU on which this page was written, bfloat16 wrote the same in a
+# batch of eight as alone, but for three of the eight prompts not what float32 wrote.) That is no bug of sampling, and a
+# seed does not help. vLLM has a mode that does, `VLLM_BATCH_INVARIANT=1`, which is slower and wants a fairly new GPU.
 
 # %% tags=["gpu", "nbval-ignore-output"]
 if torch.cuda.is_available():
@@ -496,7 +498,7 @@ else:
 #
 # | task | settings | why |
 # |---|---|---|
-# | extraction, classification, tests | `temperature=0`, enough `max_tokens` | one answer, not a lot |
+# | extraction, classification, tests | `temperature=0`, enough `max_tokens` | one answer, nothing is drawn |
 # | chat | what the model's maker recommends, in the file | they have measured it for this model |
 # | several candidates, to choose from | `n=8`, temperature 0.7 to 1, a seed | they must differ, and be repeatable |
 # | evaluation | everything written down, `generation_config="vllm"` | a file may change with the next revision |
