@@ -75,7 +75,7 @@ batch_occupancy(loop, -1)
 # What does a model have to do for one token? It consists of millions of numbers, its **weights**, and each of them is
 # used for each token. To be used, it must come from the memory to the place where there is arithmetic. So for every
 # single token **all weights are read**. Ours are half a gigabyte. Those of a usual model on a GPU (a processor that has
-# very much arithmetic, and fast memory beside it) are 16.
+# very much arithmetic, and fast memory beside it) are 16 gigabytes.
 #
 # Imagine a hall where somebody reads a thick book aloud, from cover to cover. After each reading, each listener may
 # write down *one word*. Then the whole book is read again, for the next word.
@@ -320,10 +320,10 @@ for name, flops, bytes_per_second in (("T4", 65e12, 320e9), ("H200", 989e12, 480
 
 # %% [markdown]
 # Now the same on your machine, with the small model and 1 to 32 requests, next to the recorded GPU. (For your machine
-# the upper line is measured: what a long prompt gets, where hundreds of tokens share one reading.)
+# the upper line is measured: what a long prompt gets, where 128 tokens share one reading.)
 
 # %% tags=["timing", "nbval-ignore-output"]
-def fastest_step(num_requests, prompt_tokens=1, steps=5):
+def fastest_step(num_requests, prompt_tokens=1, steps=4):
     """Seconds of the fastest decode step with so many requests; of the prefill, if steps=1."""
     ids = [{"prompt_token_ids": [1000 + i] * prompt_tokens} for i in range(num_requests)]
     with Trace(llm) as trace:
@@ -332,7 +332,7 @@ def fastest_step(num_requests, prompt_tokens=1, steps=5):
 
 
 cpu = {n: fastest_step(n) for n in (1, 2, 4, 8, 16, 32)}
-cpu_ceiling = 200 / fastest_step(1, prompt_tokens=200, steps=1)
+cpu_ceiling = 128 / fastest_step(1, prompt_tokens=128, steps=1)
 fig, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
 for ax, title, seconds, ceiling in ((axes[0], "this machine, 135M model", cpu, cpu_ceiling),
                                     (axes[1], "H200, 8B model (recorded)",
@@ -388,7 +388,7 @@ print("in:", tuple(two.shape), " out:", tuple(tensor.shape),
 # engine such as vLLM gives prompt and answer apart, in `prompt_token_ids` and `outputs[0].token_ids`.)
 #
 # Four questions to our model, and answers of at most 16 tokens. **Predict.** How many times too high is the count if
-# somebody counts prompt and answer? And if all four went through `generate` as one rectangle, and he counts that?
+# somebody counts prompt and answer? And if all four went through `generate` as one rectangle, and that is counted?
 
 # %% tags=["predict"]
 guess = predict(prompts_counted_times=None, rectangle_counted_times=None)

@@ -57,14 +57,14 @@ limit
 # that as well, so it counts, once:
 #
 # ```
-# prompt    written      filling
-# 7 5 9     4 8 6 2      2 2 2        prompt_len=3, eos=2   ->  4 tokens
-# 7 2       4 8 6 5 1                 prompt_len=2, eos=2   ->  5 tokens: it was cut off, and has no eos
+# prompt   written     filling
+# 7 5 9    4 8 6 2     2 2 2      prompt_len=3, eos=2  ->  4 tokens
+# 7 2      4 8 6 5 1              prompt_len=2, eos=2  ->  5 tokens: cut off, no eos
 # ```
 
 # %% tags=["exercise", "objective-4"]
 def count_output_tokens(output_ids, prompt_len, eos):
-    """Tokens that the model wrote, up to and with the first eos. output_ids: the prompt, the answer, filling."""
+    """Tokens that the model wrote, up to and with the first eos. output_ids begin with the prompt."""
     # BEGIN SOLUTION
     written = output_ids[prompt_len:]
     if eos in written:

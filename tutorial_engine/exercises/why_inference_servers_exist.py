@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 
 from tutorial_engine.checks import Answer, check
@@ -30,7 +32,7 @@ def check_tokens_per_second_bound(answer: Answer) -> None:
                                             (SMOLLM2_135M, T4, 1189.5, "the course's model on a T4"),
                                             (SMOLLM2_135M, H200, 17_842.0, "the course's model on an H200")):
         answer(params, 2, bandwidth).must(
-            lambda value, tokens=tokens: abs(value - tokens) < tokens / 300, f"about {tokens:,.0f}",
+            functools.partial(math.isclose, tokens, rel_tol=0.003), f"about {tokens:,.0f}",
             f"{name}. The small cases were right: does anything depend on how large a number is?")
 
 
