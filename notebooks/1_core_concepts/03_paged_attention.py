@@ -378,7 +378,7 @@ print("the same tokens:", list(alone) == list(answers[4].outputs[0].token_ids))
 # <details><summary>What happens</summary>
 #
 # It shrinks. The waste is about half a block for each request, whatever its length, and longer requests have more
-# blocks. (From 21 % to 8 %. The longest holds 202 tokens then, so 256 are still enough.)
+# blocks. (From 27 % to 13 %. The longest holds 114 tokens then, so 256 are still enough.)
 # </details>
 
 # %% [markdown]
