@@ -274,8 +274,8 @@ print("replaced, layer by layer:", changed(before, other))
 # again exactly where everything before is the same, token for token. That is why engines share beginnings (*prefix
 # caching*) and not middles.
 #
-# **Now change one thing:** put a word *in front*: compare `keys_of(tokenizer.encode("So ") + prompt)` with `before`,
-# shifted by one. How many change in the first layer?
+# **Now change one thing:** put a word *in front*: compare `keys_of(tokenizer.encode("So") + prompt)` with `before`,
+# shifted by one: `changed(before, ...[:, 1:])`. How many change in the first layer?
 #
 # <details><summary>What happens</summary>
 #

@@ -378,7 +378,7 @@ print("the same tokens:", list(alone) == list(answers[4].outputs[0].token_ids))
 # <details><summary>What happens</summary>
 #
 # It shrinks. The waste is about half a block for each request, whatever its length, and longer requests have more
-# blocks. (From 21 % to 8 %. The longest holds 202 tokens then, so 256 are still enough.)
+# blocks. (From 27 % to 13 %. The longest holds 114 tokens then, so 256 are still enough.)
 # </details>
 
 # %% [markdown]
@@ -471,7 +471,7 @@ print(inspect.getdoc(KVCacheManager.check_invariants))
 # %% [markdown]
 # ### 4. Three answers to one prompt
 #
-# `n=3` asks for three answers. The prompt has 100 tokens, each answer 14. `skip_reading_prefix_cache=True` forbids the
+# `n=3` asks for three answers. The prompt has 52 tokens, each answer 14. `skip_reading_prefix_cache=True` forbids the
 # engine to use blocks that it has already; so we can compare.
 #
 # **Predict.** How many blocks are in use in the last step, without sharing and with it? And how many prompt tokens does
@@ -481,7 +481,7 @@ print(inspect.getdoc(KVCacheManager.check_invariants))
 guess = predict(blocks_without=None, blocks_with=None, prompt_tokens_without=None, prompt_tokens_with=None)
 
 # %% tags=["experiment", "objective-4", "R34", "R125"]
-prompt = {"prompt_token_ids": tokenizer.encode(" word" * 120)[:100]}
+prompt = {"prompt_token_ids": tokenizer.encode(" word" * 60)[:52]}
 blocks, computed = {}, {}
 for skip in (True, False):
     llm.reset_prefix_cache()
@@ -489,7 +489,7 @@ for skip in (True, False):
     with Trace(llm) as samples:
         llm.generate(prompt, params, use_tqdm=False)
     blocks[skip] = samples.records[-1].blocks_held
-    computed[skip] = sum(n for record in samples for start, n in record.scheduled.values() if start < 100)
+    computed[skip] = sum(n for record in samples for start, n in record.scheduled.values() if start < 52)
 observe(guess, blocks_without=blocks[True], blocks_with=blocks[False], prompt_tokens_without=computed[True],
         prompt_tokens_with=computed[False])
 
@@ -497,20 +497,20 @@ observe(guess, blocks_without=blocks[True], blocks_with=blocks[False], prompt_to
 block_table(samples, step=-1, names=["A", "B", "C"])
 
 # %% [markdown]
-# The picture calls the three answers A, B and C. 100 tokens are six full blocks and four
-# tokens more. The six are held once, with three readers. The seventh cannot be shared: each answer will write its own
+# The picture calls the three answers A, B and C. 52 tokens are three full blocks and four
+# tokens more. The three are held once, with three readers. The fourth cannot be shared: each answer will write its own
 # next token into it. Two ways to deal with it are known:
 #
-# - **The paper: copy on write.** All three share the seventh block too. Who writes into it first finds that its counter
+# - **The paper: copy on write.** All three share the fourth block too. Who writes into it first finds that its counter
 #   is above 1, takes a new block, and copies.
 # - **vLLM today, and this engine: share full blocks only.** Nobody ever writes into a full block, so nothing is ever
-#   copied. The four tokens in the seventh block are computed again, once for each answer.
+#   copied. The four tokens in the fourth block are computed again, once for each answer.
 
 # %%
-full, rest = divmod(100, 16)
+full, rest = divmod(52, 16)
 in_use = f"{full} shared + 3 × 2 own = {full + 3 * 2} blocks"
-print(f"copy on write:     {in_use}, {3 - 1} blocks copied, 100 prompt tokens computed")
-print(f"full blocks only:  {in_use}, nothing copied, {100 + 2 * rest} prompt tokens computed")
+print(f"copy on write:     {in_use}, {3 - 1} blocks copied, 52 prompt tokens computed")
+print(f"full blocks only:  {in_use}, nothing copied, {52 + 2 * rest} prompt tokens computed")
 
 # %% [markdown]
 # The last one that writes need not copy: by then it is the only reader. Both ways end with as many blocks. Eight more
@@ -535,12 +535,12 @@ compare(paper={"2 answers, percent saved": 16.2, "6 answers": 30.5},
 # **What this proves.** A table that *names* blocks can name those of somebody else. With memory in one piece for each
 # request that is impossible. Prefix caching and beam search live from it.
 #
-# **Now change one thing:** shorten the prompt to 96 tokens, exactly six blocks. Are all six shared?
+# **Now change one thing:** shorten the prompt to 48 tokens, exactly three blocks. Are all three shared?
 #
 # <details><summary>What happens</summary>
 #
-# Only five, at first. An engine always computes the last token of a prompt, because the first token of the answer comes
-# out of it; so the second and third answer compute their sixth block anew. This costs three copies of the sixth block
+# Only two, at first. An engine always computes the last token of a prompt, because the first token of the answer comes
+# out of it; so the second and third answer compute their third block anew. This costs three copies of the third block
 # instead of one.
 # </details>
 
