@@ -475,7 +475,7 @@ with expect_error(VLLMValidationError):
 #
 # **Where to go next.** [Why inference servers exist](../0_orientation/01_why_inference_servers_exist.ipynb) says what a
 # list is worth on a GPU, and has a map of the course.
-# [Offline batch inference](02_offline_batch_inference.ipynb) runs a pile of prompts and shows what else a list can do. To
-# read the engine itself, take the order of the [README](../../README.md), or begin with
+# [Offline batch inference](02_offline_batch_inference.ipynb) runs a pile of prompts and shows what else a list can do.
+# To read the engine itself, take the order of the [README](../../README.md), or begin with
 # [scheduler.py](../../tutorial_engine/scheduler.py), which drives the bus. And then vLLM, whose
 # [documentation](https://docs.vllm.ai/) you can now read: you know the words.
