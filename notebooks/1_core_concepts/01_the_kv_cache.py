@@ -86,9 +86,10 @@ for _ in range(4):
 # | the index grows with every word | memory: so many bytes for each token |
 # | give the index away, keep the book | *preemption*: forget K and V, compute them again from the text |
 #
-# A layer asks several questions at once, each with vectors of its own. Each is called a *head*, and the length of its
-# vectors is `head_dim`, or *d*. As a formula, this is attention in one head, for the newest token. One query occurs in
-# it, and the keys and values of all tokens so far:
+# A model is a stack of *layers*; each works on what the one below made of the text. A layer asks several questions at
+# once, each with vectors of its own. Each is called a *head*, and the length of its vectors is `head_dim`, or *d*. As a
+# formula, this is attention in one head, for the newest token. *q·k* is a dot product, large where the tab fits the
+# question; softmax makes of these numbers weights that are positive and add up to 1:
 #
 # ```
 # weights  w1 ... wn  =  softmax( q·k1 / √d, ..., q·kn / √d )
@@ -117,8 +118,8 @@ show_source(DecoderLayer.forward,
 # turns query and key by an angle that depends on the token's position. Then K and V are **written** into the cache, and
 # attention **reads** everything that is there: what this step wrote, and what all earlier steps did.
 #
-# Two things follow, and both matter later. Attention is the only line in which tokens meet; everything else in a layer
-# treats each token by itself. And the position is part of the key: a key that was made for position 5 is of no use at
+# Two things to remember for experiment 2. Attention is the only line in which tokens meet; everything else in a layer
+# treats each token by itself. And the position is part of the key: a key that was made for position 5 does not fit
 # position 6.
 #
 # What is a cache made of? Of two tensors for each layer. They exist from the start, full of zeros; a token gets a place
@@ -186,8 +187,8 @@ draw_steps(left, thrown_away, "without")
 draw_steps(right, kept, "with the cache")
 
 # %% [markdown]
-# Without a cache the work is a trapezoid that grows with the *square* of the length. With it, it is the prompt and then
-# a diagonal line, one token a step. For 1,000 tokens the difference is already
+# Without a cache the work is a trapezoid that grows with the *square* of the length. With it, it is the prompt in one
+# step (*prefill*), and then one token a step (*decode*). For an answer of 1,000 tokens the difference is already
 
 # %%
 n, p = 1000, len(prompt)
@@ -203,9 +204,9 @@ times_faster = thrown_away.seconds / kept.seconds
 print(f"{times_fewer:.0f} times fewer tokens, {times_faster:.1f} times less time")
 
 # %% [markdown]
-# Much less than that. A step with one token is not 28 times cheaper than a step with 28: both read all weights of the
-# model, half a gigabyte, and for few tokens this reading is most of the price. [Prefill and
-# decode](02_prefill_and_decode.ipynb) is about this. With longer texts the gap in time grows too.
+# Much less than that. Without a cache a step has 28 tokens on average (330 / 12). A step with one is not 28 times
+# cheaper: both read all weights of the model, half a gigabyte, and for few tokens that is most of the price. [Prefill
+# and decode](02_prefill_and_decode.ipynb) is about this. With longer texts the gap in time grows too.
 #
 # **What this proves.** The cache changes the *work*, never the *words*. It is no approximation. (In half precision,
 # sums taken in another order can tip a close decision. That is rounding, with or without a cache.)
@@ -222,7 +223,8 @@ print(f"{times_fewer:.0f} times fewer tokens, {times_faster:.1f} times less time
 #
 # All of this rests on one claim: the K and V of a token stay what they are, whatever comes after. Do not believe it,
 # look into the cache. The next function runs a text through the model and fetches its keys from the cache. (The *block
-# table* of a request says in which blocks they are. V behaves as K does, so we look at K alone.)
+# table* of a request says in which blocks they are. The request is over by then, but nobody has written over its blocks
+# yet. V behaves as K does, so we look at K alone.)
 
 # %%
 def keys_of(text):
@@ -274,8 +276,8 @@ print("replaced, layer by layer:", changed(before, other))
 # again exactly where everything before is the same, token for token. That is why engines share beginnings (*prefix
 # caching*) and not middles.
 #
-# **Now change one thing:** put a word *in front*: compare `keys_of(tokenizer.encode("So") + prompt)` with `before`,
-# shifted by one: `changed(before, ...[:, 1:])`. How many change in the first layer?
+# **Now change one thing:** put a token *in front*: `changed(before, keys_of([prompt[0], *prompt])[:, 1:])`. How many
+# change in the first layer?
 #
 # <details><summary>What happens</summary>
 #
@@ -377,20 +379,20 @@ observe(guess, blocks_in_the_first_step=held[0], most_blocks_at_once=max(held),
 # counted from 0. Above is the sum: how many places hold a token (grey), and how many are taken and still empty. Move
 # the slider or hover over a bar:
 #
-# - The first request leaves after 6 steps, and both of its blocks are free at once.
-# - The second takes its second block in step 13, when its first is full, and not before. It is a block that the first
-#   request has left.
-# - The third takes a third block in its very last step, for a single token. The other 15 places stay empty.
+# - Request 0 leaves after 6 steps, and both of its blocks are free at once.
+# - Request 1 takes its second block in step 13 (steps count from 0 too), when its first is full. It is a block that
+#   request 0 has left.
+# - Request 2 takes a third block in its very last step, for a single token. The other 15 places stay empty.
 #
 # **What this proves.** The cache grows with every token of *every* request, while the weights stay as they are. So
 # memory, and not only speed, limits how many can be served together. Nobody reserves anything for an answer that may
 # never come; why that was a discovery is the subject of the notebook on PagedAttention.
 #
-# **Now change one thing:** let the second request write 60 tokens. In which step does it take its third block?
+# **Now change one thing:** let request 1 write 60 tokens. In which step does it take its third block?
 #
 # <details><summary>What happens</summary>
 #
-# In step 29, counted from 0. After step *k* it holds 4 + *k* tokens, and the 33rd needs a third block.
+# In step 29. After step *k* it holds 4 + *k* tokens, and the 33rd needs a third block.
 # </details>
 
 # %% [markdown]
@@ -422,7 +424,8 @@ print(f"a decode step after {LONG_CONTEXT:,} tokens takes {long / short:.1f} tim
 # %% [markdown]
 # A step gets slower as the text grows. On a CPU it is usually more than the bytes alone say, because our PyTorch
 # attention first copies the blocks together and then reads the copy. (A GPU kernel reads them where they are.) From
-# some 11,700 tokens on, alone or in many requests together, this model's steps read more cache than weights.
+# some 11,700 tokens on, this model's steps read more cache than weights. One request cannot get so long (the model ends
+# at 8,192), but a few together can.
 
 # %% [markdown]
 # ## Dial it in
@@ -467,8 +470,9 @@ with expect_error(ValueError):
     LLM(dtype="float32", kv_cache_memory_bytes=2**28)
 
 # %% [markdown]
-# This is a classic start-up error of vLLM, in nearly these words. Read it to the end: it names the length that
-# would fit. Lower `max_model_len` to what your users need, before you rent a larger GPU.
+# This is a classic start-up error of vLLM, in nearly these words. Read it to the end: it names the length that would
+# fit. (5,808 and not 5,824, because block 0 is never given out.) Lower `max_model_len` to what your users need, before
+# you rent a larger GPU.
 #
 # **2. "I took the 4-bit model, so I have four times the room."** Four-bit *weights* leave the cache as it was. What you
 # gain is the memory that the weights no longer need.
@@ -483,8 +487,8 @@ with expect_error(ValueError):
 #
 # **6. "The formula holds for every model."** For models with plain attention, yes. Some keep something else: DeepSeek's
 # *latent* attention (MLA) keeps one vector of 512 + 64 numbers a layer instead of K and V for each head; layers with a
-# *sliding window* keep the last few thousand tokens only; Mamba layers keep a state that does not grow at all. vLLM
-# handles each kind by rules of its own.
+# *sliding window* keep the last hundreds or thousands of tokens only; Mamba layers keep a state that does not grow at
+# all. vLLM handles each kind by rules of its own.
 
 # %% [markdown]
 # ## In production
@@ -504,8 +508,8 @@ for gib in (16, 24, 80):
 # %% [markdown]
 # On 16 GiB nothing fits: 92 % of it is less than the weights. The 80 GiB card has a bit more than three times the
 # memory of the 24 GiB one, and room for eight times as many conversations: the weights are paid once, the rest is
-# cache. Look at the last column too. With a full pool, each step reads four times as much cache as weights. So in long
-# conversations the cache sets the pace, and not the model. That is why GQA, FP8 caches and latent attention exist.
+# cache. Look at the last column too. With its pool full, each step there reads four times as much cache as weights. In
+# long conversations the cache sets the pace, and not the model. That is why GQA, FP8 caches and latent attention exist.
 #
 # What to watch on a running vLLM:
 #
@@ -596,8 +600,8 @@ for gib in (16, 24, 80):
 # What are your choices?</summary>
 #
 # Half the bytes a token: an FP8 cache, about 14 at once, after a check of the quality. Weights in 8 bits: 7.5 GiB more
-# room, again about twice as many. Are they really that long? Most of the time not all are, and places are given out by
-# the token, so 14 may run with a preemption now and then; measure it. Or a model with fewer layers or KV heads, or a
+# room, again about twice as many. Are they really that long? Most of the time not all are, and blocks are given out as
+# texts grow, so 14 may run with a preemption now and then; measure it. Or a model with fewer layers or KV heads, or a
 # larger card. Lowering `max_model_len` refuses long requests; it makes no place.
 # </details>
 

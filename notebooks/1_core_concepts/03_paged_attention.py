@@ -120,9 +120,10 @@ show_source(KVCacheManager.allocate_slots,
             only=("num_new_blocks =", "get_num_free_blocks", "return None", "get_new_blocks"))
 
 # %% [markdown]
-# `cdiv` divides and rounds up; `reserve` is a safety margin, 0 unless you ask for one. There is no word of `max_tokens`
-# here: nobody asks how long the answer may become. And if there are too few blocks, the request gets none, and the
-# scheduler must decide who waits.
+# `num_slots` is how many tokens there will be after this step, and `num_owned` how many blocks the request has already;
+# `cdiv` divides and rounds up; `num_wanted` is more on arrival: the whole prompt must fit then; `reserve` is a
+# safety margin, 0 unless you ask for one. No word of `max_tokens`: nobody asks how long the answer may become. If there
+# are too few blocks, the request gets none, and the scheduler must decide who waits.
 #
 # Third, **where a token goes**, in [model_runner.py](../../tutorial_engine/model_runner.py). This is the block table at
 # work, for all tokens of a step at once:
@@ -133,9 +134,9 @@ from tutorial_engine.model_runner import ModelRunner
 show_source(ModelRunner, only=("slots = self",))
 
 # %% [markdown]
-# Logical block `positions // block_size` of a request is row and column of the table; the table names the physical
-# block; the remainder is the place inside. With a table `[7, 2, 5]` and blocks of 4, position 9 is in the third logical
-# block, which is physical block 5, at offset 1:
+# Each request has one row of the table, and `rows` says whose token it is. The quotient is the logical block, a column
+# of the table. There stands the physical block; the remainder is the place inside it. With a table `[7, 2, 5]` and
+# blocks of 4, position 9 is in the third logical block, which is physical block 5, at offset 1:
 
 # %%
 print("position 9 is in slot", slot_mapping([7, 2, 5], [9], 4)[0], "= 5 × 4 + 1")
@@ -146,14 +147,16 @@ print("position 9 is in slot", slot_mapping([7, 2, 5], [9], 4)[0], "= 5 × 4 + 1
 # ### 1. The paper's Figure 2, rebuilt
 #
 # Four systems, the same 15,728 slots, the same requests, always somebody waiting. Three are the paper's versions of
-# Orca, the best system of its time. Each reserves one piece of memory for a request:
+# Orca, the strongest rival it compares with. Each reserves one piece of memory for a request:
 #
 # - **Max**: 2,048 slots, always.
 # - **Pow2**: the prompt, and the answer's length rounded up to a power of two (an answer of 25 gets 32).
 # - **Oracle**: exactly what will be needed. No real system can know it; it is an upper bound.
 #
-# Pieces come from a *buddy allocator*, the usual way to hand out memory in pieces: sizes are powers of two, and a piece
-# that is too large is halved.
+# Pieces come from a *buddy allocator*, an old way to hand out memory in pieces: sizes are powers of two, and a piece
+# that is too large is halved. `reserving` plays the steps and adds up what the slots hold: a token, the two wastes
+# inside a reservation, and `"other"`, the rest. (That is what lies between the pieces, and what rounding up to a power
+# of two adds.)
 
 # %%
 class Buddy:
@@ -391,9 +394,9 @@ print("the same tokens:", list(alone) == list(answers[4].outputs[0].token_ids))
 # ```
 #
 # Above and below are **sums**. A sum can be made block by block, and a block can lie anywhere. Here it is in a few
-# lines, on what the last run has left in the cache: `block_by_block` reads the blocks where they are, and
-# `in_one_piece` is PyTorch's own attention on a copy, with all tokens in a row. (A real kernel also subtracts the
-# largest exponent seen so far, so that no number overflows.)
+# lines, on what the last run has left in layer 15 of the cache. A random query stands for the next token's.
+# `block_by_block` reads the blocks where they are; `in_one_piece` is PyTorch's own attention on a copy in a row. (A
+# real kernel also subtracts the largest exponent seen so far, so that no number overflows.)
 
 # %%
 cache, layer = llm.llm_engine.model_runner.kv_cache, 15
@@ -446,9 +449,9 @@ observe(guess, block_by_block=different(block_by_block(key, value, table)),
 
 # %% [markdown]
 # The third line surprises most people. A sum does not care about order, and the words' order is not in the table: the
-# *position* of a token is inside its key (notebook 1). So two **full** blocks may even change places in the list. What
-# does depend on the order of the table is *writing*: the next token goes into the last block, and which block is not
-# full.
+# *position* of a token is inside its key (see The KV cache). So two **full** blocks may even change places in the list.
+# What does depend on the order of the table is *writing*: the next token goes into the last block, and which block is
+# not full.
 #
 # The fourth line is the danger. With a wrong block the result is wrong, and **nothing fails**: no error, no crash, only
 # an answer that has somebody else's text in it. That is why the tests of an engine check after each step that every
@@ -504,7 +507,8 @@ block_table(samples, step=-1, names=["A", "B", "C"])
 # - **The paper: copy on write.** All three share the fourth block too. Who writes into it first finds that its counter
 #   is above 1, takes a new block, and copies.
 # - **vLLM today, and this engine: share full blocks only.** Nobody ever writes into a full block, so nothing is ever
-#   copied. The four tokens in the fourth block are computed again, once for each answer.
+#   copied. The four tokens in the fourth block are computed again, by each answer after the first. (All three begin
+#   in one step, and still share: each layer writes the K and V of a step before anybody reads them.)
 
 # %%
 full, rest = divmod(52, 16)
@@ -513,10 +517,10 @@ print(f"copy on write:     {in_use}, {3 - 1} blocks copied, 52 prompt tokens com
 print(f"full blocks only:  {in_use}, nothing copied, {52 + 2 * rest} prompt tokens computed")
 
 # %% [markdown]
-# The last one that writes need not copy: by then it is the only reader. Both ways end with as many blocks. Eight more
-# tokens cost next to nothing, and in return a table is only ever appended to. (You will often read that vLLM copies on
-# write when `n > 1`. Its first version did. Version 1 makes three requests out of one, and lets prefix caching find
-# what they have in common.)
+# The last one that writes need not copy: by then it is the only reader. Both ways end with the same number of blocks.
+# Eight more tokens cost next to nothing, and in return a table is only ever appended to. (You will often read that vLLM
+# copies on write when `n > 1`. Its old engine did. Today's, called V1, makes three requests out of one, and lets prefix
+# caching find what they have in common.)
 #
 # **Against the paper.** It reports how much memory sharing saved for ShareGPT, with 2 to 6 answers to each prompt
 # (section 6.3). From our lengths:
@@ -539,7 +543,7 @@ compare(paper={"2 answers, percent saved": 16.2, "6 answers": 30.5},
 #
 # <details><summary>What happens</summary>
 #
-# Only two, at first. An engine always computes the last token of a prompt, because the first token of the answer comes
+# Only two. An engine always computes the last token of a prompt, because the first token of the answer comes
 # out of it; so the second and third answer compute their third block anew. This costs three copies of the third block
 # instead of one.
 # </details>
@@ -560,7 +564,7 @@ compare(paper={"2 answers, percent saved": 16.2, "6 answers": 30.5},
 # **How large should a block be?** On average half of a request's last block is empty, (b − 1) / 2 slots. So the useful
 # share should be about *length / (length + (b − 1) / 2)*. **Predict** it for our conversations, in percent, with blocks
 # of 16 and of 256. (A request that is seen at a random moment holds about 460 tokens: long ones are seen more often.)
-# And for short requests, 19 tokens of prompt and 58 of answer, with blocks of 128?
+# And for short requests, 19 tokens of prompt and 58 of answer (the paper's averages for Alpaca), with blocks of 128?
 
 # %% tags=["predict"]
 guess = predict(conversations_16=None, conversations_256=None, short_requests_128=None)
@@ -583,8 +587,9 @@ for b in (1, 8, 16, 32, 64, 128, 256):
     print(f"{b:10}{useful(jobs, b):14.1f} %{100 * average / (average + (b - 1) / 2):8.1f} %{useful(short, b):13.1f} %")
 
 # %% [markdown]
-# The formula is good to a tenth of a percent for conversations. For requests that never fill a block it is too kind.
-# And the whole engine, in the pool of experiment 1 (there, free blocks count as waste too):
+# The formula is good to a tenth of a percent for conversations. For requests that never fill a block it is too kind:
+# for the short ones, which hold 48.5 tokens on average, it says 43 % with blocks of 128. And the whole engine, in the
+# pool of experiment 1 (there, free blocks count as waste too):
 
 # %%
 large, _ = paged(jobs[:NUM_PAGED_JOBS], 256)
@@ -602,7 +607,7 @@ for b, result in ((16, ours["paged"]), (256, large)):
 # %% [markdown]
 # ## Where it bites you
 #
-# **1. "PagedAttention makes attention faster."** The kernel itself is *slower*: 20 to 26 % in the paper (section 7.1),
+# **1. "PagedAttention makes attention faster."** The paper's kernel was *slower*, by 20 to 26 % (section 7.1),
 # because it walks a table. What it buys is four times as many requests in a step, and that is where the throughput
 # comes from. For one request alone there is nothing to gain.
 #
@@ -612,8 +617,8 @@ for b, result in ((16, ours["paged"]), (256, large)):
 # **3. "Before, 60 to 80 % of the GPU's memory was wasted."** Of the memory *for the KV cache*. The weights are not part
 # of it.
 #
-# **4. "What is admitted will be finished."** Nobody reserves, so everybody may grow at once, and then the pool is
-# empty. The engine *preempts*: the request that came last gives up all its blocks, and is computed again later. In
+# **4. "What is admitted will finish undisturbed."** Nobody reserves, so everybody may grow at once, and then the pool
+# is empty. The engine *preempts*: the request that came last gives up all its blocks, and is computed again later. In
 # experiment 1 our engine did this
 
 # %%
@@ -726,8 +731,8 @@ print(f"requests of {average:.0f} tokens, the average at any moment: {SLOTS / av
 #
 # <details><summary>9. ●●● Does paging make one lonely request faster?</summary>
 #
-# No, a little slower: the kernel follows a table. The gain is that more requests fit, and share each reading of the
-# weights.
+# No, if anything a little slower: the kernel follows a table. The gain is that more requests fit, and share each
+# reading of the weights.
 # </details>
 #
 # <details><summary>10. ●●●● After an update, answers now and then contain words of other users' prompts. No error in

@@ -59,7 +59,8 @@ cost
 #
 # <details><summary>Hint 2: how to go on</summary>
 #
-# `config.get("num_key_value_heads", other)` gives `other` if the entry is missing.
+# `config.get("num_key_value_heads", other)` gives `other` if the entry is missing; the same for `head_dim`. Divide with
+# `//`, so that the result is a whole number.
 # </details>
 
 # %% [markdown] tags=["solution"]
@@ -139,8 +140,8 @@ caching
 # %% [markdown]
 # ## See it
 #
-# A tiny model with random weights writes eight tokens, once with a cache that it keeps, and once with one that it
-# builds anew, from all tokens, in each step.
+# A tiny model with one layer and random weights writes eight tokens, once with a cache that it keeps, and once with one
+# that it builds anew, from all tokens, in each step.
 #
 # **Predict.** The prompt has 5 tokens. How often does a token go through the model, with the cache and without? Are the
 # 8 tokens the same?

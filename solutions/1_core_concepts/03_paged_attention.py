@@ -7,8 +7,8 @@
 # - write the allocator that hands blocks out, shares them and takes them back
 # - say what goes wrong when a block is freed too early, too late or twice
 #
-# 30 minutes · difficulty ●●○ · needs no GPU and no model. The words *block*, *pool* and *block table* are from
-# [Getting started](../../notebooks/3_running_locally/05_getting_started.ipynb).
+# 30 minutes · difficulty ●●○ · after [PagedAttention](../../notebooks/1_core_concepts/03_paged_attention.ipynb) · needs
+# no GPU and no model.
 
 # %%
 from tutorial_engine.exercises import paged_attention as course
@@ -80,7 +80,8 @@ slots
 # - `share(blocks)` says that one more block table names these blocks, as when two prompts begin with the same text. (It
 #   is written already.)
 # - `free(blocks)` says that one table less names them. A block that *nobody* names any more goes to the **back** of the
-#   queue. To free a block that is free already is a `ValueError`.
+#   queue, in the order of the list. (The engine puts blocks without a hash in front; here all go to the back.) To free
+#   a block that is free already is a `ValueError`.
 
 # %% tags=["exercise", "objective-4"]
 class BlockAllocator:
@@ -141,14 +142,16 @@ allocator
 
 # %% [markdown] tags=["solution"]
 # The engine's own pool is `BlockPool` in [block_manager.py](../../tutorial_engine/block_manager.py). It has the same
-# three operations, called `get_new_blocks`, `touch` and `free_blocks`. Its queue is a linked list, because a shared
-# block may be taken out of the middle of it, and one block is never handed out (the null block).
+# three operations, called `get_new_blocks`, `touch` and `free_blocks`. A request's blocks are given back last one
+# first, so that the beginning of its text can be found longest. Its queue is a linked list, because a shared block may
+# be taken out of the middle of it, and one block is never handed out (the null block).
 
 # %% [markdown]
 # ## See it
 #
-# Three requests in a pool of 8 blocks of 4 tokens. Request a has 10 tokens. Request b has 11, of which the first 4 are
-# the same as a's. Then a is finished, and c comes with 13 tokens.
+# Three requests in a pool of 8 blocks of 4 tokens, all free, in the order 0 to 7. Request a has 10 tokens. Request b
+# has 11, of which the first 4 are the same as a's. Then a is finished, gives back its blocks in the order in which it
+# got them, and c comes with 13 tokens.
 #
 # **Predict.** Which blocks does c get? Write a list like `[1, 2]`, or `"None"` if there are not enough.
 
