@@ -65,11 +65,11 @@ def percent(part: float, whole: float) -> str:
 
 
 class _Chart:
-    """Args: states: of all steps; the sums are over them. shown: the steps that are drawn, each until the next one."""
+    """Args: states: of all steps; the sums are over them. steps: those that are drawn, each until the next one."""
 
-    def __init__(self, states: list[PoolState], reserve: int | None, shown: Sequence[int]) -> None:
-        self.states, self.reserve, self.stride = states, reserve, shown[1] - shown[0] if len(shown) > 2 else 1
-        self.drawn = [states[i] for i, end in zip(shown, [*shown[1:], len(states)]) for _ in range(i, end)]
+    def __init__(self, states: list[PoolState], reserve: int | None, steps: Sequence[int]) -> None:
+        self.states, self.reserve, self.stride = states, reserve, steps[1] - steps[0] if len(steps) > 2 else 1
+        self.drawn = [states[i] for i, end in zip(steps, [*steps[1:], len(states)]) for _ in range(i, end)]
         if reserve is not None:
             longest = max((n for s in states for n in s.lengths.values()), default=0)
             if longest > reserve:
@@ -171,7 +171,9 @@ class _Chart:
         for style, words in kinds:
             yield box(x, y + 4, 14, 14, style) + text(x + 20, y + 15, words, "h")
             x += 40 + 6 * len(words)
-        yield text(x, y + 15, "; ".join(filter(None, ["a colour is a request", one_in(self.stride)])), "h")
+        yield text(x, y + 15, "a colour is a request", "h")
+        if words := one_in(self.stride):
+            yield text(16, y + 29, words, "h")
 
     # As text
 
