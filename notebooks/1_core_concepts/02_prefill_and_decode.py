@@ -55,8 +55,8 @@ print("tokens computed in each step:", [record.num_tokens for record in trace])
 
 # %% [markdown]
 # The first step computes the whole prompt. That is called **prefill**. Each later step computes one token, the one that
-# was written last. That is **decode**. So the first step has 200 times the work. Has it 200 times the time? (Your
-# machine's numbers, compared with nothing.)
+# was written last. That is **decode**. So the first step has 200 times the work. Has it 200 times the time? (The
+# number is your machine's.)
 
 # %% tags=["timing", "nbval-ignore-output"]
 prefill, decode = trace.records[0].seconds, min(record.seconds for record in trace.records[1:])
@@ -382,7 +382,8 @@ for (n, ms), (m, prefill) in zip(decode_ms.items(), prefill_ms.items(), strict=T
 # along. On the right it is the same up to 256 tokens. From 512 on, twice the tokens take twice the time, at about
 # 46,000 tokens a second. The data sheet put the bend at 206.
 #
-# Now the thick manuscript: sixteen write, and a prompt of 4,000 tokens comes. First with a budget of 8,192:
+# Now the thick manuscript: sixteen write, and a prompt of 4,000 tokens comes. First with a budget of 8,192,
+# then with 512:
 
 # %%
 stall, cut = load("llama-8b-stall"), load("llama-8b-chunks")
@@ -414,7 +415,7 @@ print("our steps with a chunk, ms:", [round(1000 * r.seconds, 1) for r in cut.re
 # ours: one arrival), and yet the same bargain: gaps five or six times shorter, and a first token that comes
 # some 30 to 40 % later.
 #
-# The last line says *what chunking costs*. Each chunk has 496 tokens, and the steps get longer: every chunk has to read
+# The last line says *what chunking costs*. Each chunk has 512 − 16 = 496 tokens, and the steps get longer: every chunk has to read
 # the K and V of all chunks before it.
 #
 # **What this proves.** The stall is as long as the prefill, on any machine. A budget turns it into many small delays,
@@ -490,8 +491,8 @@ for name, trace in (("whole", stall), ("cut", cut)):
 # **5. "One token more in a chunk does not matter."** It can. GPUs multiply in tiles: Sarathi-Serve found a chunk of 257
 # tokens up to 32 % slower than one of 256.
 #
-# **6. "The smallest budget gives the best latency."** Not below the ridge (see above), and not below the number of
-# seats: then not even those who write would all get their token. That is refused:
+# **6. "The smallest budget gives the best latency."** Not below the ridge (see above), and not below
+# `max_num_seqs`: then not even those who write would all get their token. That is refused:
 
 # %%
 with expect_error(ValueError):
