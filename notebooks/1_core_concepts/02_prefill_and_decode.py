@@ -169,8 +169,8 @@ print(f"the ridge of this machine is near {speed / bandwidth:.0f} FLOP a byte: {
 # Read the last column from the top. At first, more tokens are nearly free. Then the curve bends, and from there on
 # twice the tokens take twice the time. The bend is your machine's ridge, found with two measurements: the step of one
 # token gives the bandwidth (it reads all weights), the step of 256 the speed. With 4-byte numbers, one FLOP a byte is
-# two tokens. (This is rough: the vocabulary's matrix works for the last token only, and the small step has other costs
-# than reading.)
+# two tokens. (This is rough: the *LM head*, the matrix that turns a result into a number for each token of the
+# vocabulary, works for the last token only, and the small step has other costs than reading.)
 #
 # **What this proves.** Prefill and decode are the same computation at two intensities. Batching lifts decode towards
 # the ridge. A long prompt is above it already, so to batch prompts gains little.
@@ -379,7 +379,7 @@ for (n, ms), (m, prefill) in zip(decode_ms.items(), prefill_ms.items(), strict=T
 
 # %% [markdown]
 # On the left, 256 times the tokens in about twice the time: these steps wait for memory, and the further requests ride
-# along. On the right it is the same up to 256 tokens. From 512 on, twice the tokens take twice the time, at about
+# along. On the right it is much the same up to 256 tokens. Above 1,024, twice the tokens take twice the time, at about
 # 46,000 tokens a second. The data sheet put the bend at 206.
 #
 # Now the thick manuscript: sixteen write, and a prompt of 4,000 tokens comes. First with a budget of 8,192,
@@ -415,14 +415,14 @@ print("our steps with a chunk, ms:", [round(1000 * r.seconds, 1) for r in cut.re
 # ours: one arrival), and yet the same bargain: gaps five or six times shorter, and a first token that comes
 # some 30 to 40 % later.
 #
-# The last line says *what chunking costs*. Each chunk has 512 − 16 = 496 tokens, and the steps get longer: every chunk has to read
-# the K and V of all chunks before it.
+# The last line says *what chunking costs*. Each chunk has 512 − 16 = 496 tokens, and the steps get longer: every chunk
+# has to read the K and V of all chunks before it.
 #
 # **What this proves.** The stall is as long as the prefill, on any machine. A budget turns it into many small delays,
 # and the newcomer pays for that.
 #
 # **Now change one thing:** which share of H200's peak does the prefill of 8,192 tokens reach? The layers have 6.98
-# billion weights, with 2 operations each for every token. (The vocabulary's matrix works for the last token only.)
+# billion weights, with 2 operations each for every token. (The LM head works for the last token only.)
 #
 # <details><summary>What happens</summary>
 #
@@ -439,9 +439,9 @@ print("our steps with a chunk, ms:", [round(1000 * r.seconds, 1) for r in cut.re
 # | `long_prefill_token_threshold` | 0: none | the largest chunk of one prompt |
 # | `max_num_seqs` | 128 to 1,024, by machine and use | how many decodes share a reading of the weights |
 #
-# The recording gives a rule for the time of a step on that H200: 5.1 ms, or 0.0225 ms for each token, whichever is
-# longer. With it, the scheduler without a model plays the arrival for any budget. **Predict**: which is the
-# largest of these budgets with which those who write notice nothing at all: 1,024, 512, 256, 128 or 64?
+# The recordings give a rule for the time of a step on that H200: 5.1 ms, as where sixteen write, or 0.0225 ms for each
+# token, whichever is longer. With it, the scheduler without a model plays the arrival for any budget. **Predict**:
+# which is the largest of these budgets with which those who write notice nothing at all: 1,024, 512, 256, 128 or 64?
 
 # %% tags=["predict"]
 guess = predict(nobody_notices=None)
