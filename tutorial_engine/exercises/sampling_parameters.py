@@ -11,7 +11,8 @@ from tutorial_engine.checks import Answer, check
 def top_p_kept(probs: Sequence[float], top_p: float) -> list[int]:
     """Ids of the smallest set of likeliest tokens that reaches top_p, likeliest first."""
     order = sorted(range(len(probs)), key=lambda token: -probs[token])
-    kept, mass = [], 0.0
+    kept: list[int] = []
+    mass = 0.0
     for token in order:
         if kept and mass >= top_p:
             break
