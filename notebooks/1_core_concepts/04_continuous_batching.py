@@ -345,7 +345,7 @@ for budget in (2048, 512, 256, 128, 64, 32, 16, 8):
 # when they are alone. In a step with a chunk they add 1.5 ms (Sarathi calls them *piggybacked*). What this simple clock
 # leaves out: each chunk must read again the K and V of the chunks before it. So small chunks cost more than it says.
 #
-# **And the real engine?** It has the budget of 64 as well. We turn its steps by hand, and a prompt of 160 tokens arrives
+# **And the real engine?** It has the budget of 64 as well. We call its steps by hand, and a prompt of 160 tokens comes
 # after 10 of them (for the simulator after 0.19 s, in the tenth step of 20 ms). Is the plan the simulator's, and does
 # the newcomer write the same as when it is alone?
 
@@ -485,7 +485,7 @@ with expect_error(TypeError):
 # %% [markdown]
 # **2. "I call `generate` in a loop, and vLLM is slow."** A loop over single prompts is a bus with one passenger, and a
 # loop over lists of four is a tour bus: it is what the start of this page did. Give *all* prompts to one call. They
-# wait in the queue of the engine. (Offline inference does have a queue; some texts say that it has none.)
+# wait in the queue of the engine.
 #
 # **3. "Small requests slip through."** Not past the first in the queue. The second of these three needs 13 blocks, and
 # 10 to 12 are free. (Its first chunk would fit, but nobody gets on whose whole prompt does not: vLLM calls this
@@ -518,7 +518,7 @@ with expect_error(ValueError):
 #
 # **7. "The same prompt gives the same text, whoever else is aboard."** In exact arithmetic, yes, and in float32 it was
 # so on this page. In 16 bits sums are rounded differently in batches of different sizes, and a tie between two tokens
-# may fall the other way.
+# may fall the other way. (vLLM has a slower mode that promises it, `VLLM_BATCH_INVARIANT=1`.)
 
 # %% [markdown]
 # ## In production
@@ -531,8 +531,7 @@ with expect_error(ValueError):
 # |---|---|---|---|---|
 # | requests in a step | 7.00 | 9.81 | 13.62 | 30.42 |
 #
-# So the two ideas need each other. Continuous batching can fill every seat, if there is memory for whoever sits there.
-# PagedAttention, the lesson before this one in the course, makes the room.
+# So the two ideas need each other: continuous batching fills every seat for which PagedAttention finds the memory.
 #
 # **What the budget is worth.** Sarathi-Serve measured a 34B model, in seconds:
 #
