@@ -60,7 +60,7 @@ with watch(llm, batch_occupancy) as static:
 # %% [markdown]
 # **How to read it.** A row is a request, a column is a step. A box says that the request was computed in that step:
 # first its prompt, then one token a step. Below the title: how many tokens and how many requests each step had. (124
-# tokens in all: 8 × 8 of prompts, and 68 − 8 of answers, since the last token of an answer is never computed.)
+# tokens in all: 64 of prompts, and 68 − 8 of answers, because the last token of each answer is never read.)
 #
 # Look at the white space. The first request has its answer after three steps, and its seat stays empty for the next 17,
 # because the fourth is still writing. Meanwhile four others wait outside. That is the problem of this page.
@@ -109,10 +109,10 @@ show_source(Scheduler._schedule_waiting, only=("while self.waiting", ">= self.co
                                                "num_new = min", "allocate_slots(", "if new_blocks is None", "popleft"))
 
 # %% [markdown]
-# Seats, budget, blocks: one `if` for each, and behind each a `return` that is not shown, so who does not fit ends the
-# boarding. `popleft` lets the first in the queue get on. There is no "batch size" anywhere, and no difference between a
-# prompt and an answer: a request has *tokens that are not computed yet*, many or one, and gets as many of them as the
-# budget allows. That is all of continuous batching.
+# Seats, budget, blocks: one `if` for each, and behind each a `return` that is not shown, so the first who does not
+# fit ends the boarding. `popleft` lets the first in the queue get on. There is no "batch size" anywhere, and no
+# difference between a prompt and an answer: a request has *tokens that are not computed yet*, many or one, and gets as
+# many of them as the budget allows. That is all of continuous batching.
 #
 # Who runs when depends on lengths alone, so it can be tried without weights, thousands of steps a second: `simulate`,
 # in [simulation.py](../../tutorial_engine/simulation.py), is the real scheduler and the real block manager without a
@@ -170,6 +170,8 @@ observe(guess, static_steps=len(static), continuous_steps=len(continuous),
 
 # %% [markdown]
 # The first request gets its last token in step 2, and in step 3 the fifth has its seat. Not one step is lost between.
+# (Its length was known beforehand. Where steps are planned one ahead, as vLLM does on a GPU, a text that ends by itself
+# gives its seat back one step later.)
 #
 # Nobody writes faster: each request still gets one token a step. What is gone is the *waiting*. The fifth request had
 # its first token after 21 steps (20 of the first batch, and its own first), and now it has it after 4.
