@@ -9,7 +9,8 @@
 # - choose `max_num_seqs` and `max_num_batched_tokens` for a chat and for a night's batch
 #
 # Needs: a CPU and 3 GB of free memory, no GPU. About 45 minutes to read and do; all cells together run in less than one
-# minute. You should have read [The KV cache](01_the_kv_cache.ipynb).
+# minute. You should have read [The KV cache](01_the_kv_cache.ipynb); for the blocks of experiment 4
+# [PagedAttention](03_paged_attention.ipynb) helps.
 
 # %% tags=["parameters"]
 LENGTHS = [3, 12, 5, 20, 4, 8, 6, 10]  # tokens that the eight requests write; fast: [3, 5, 2, 6, 4, 2, 3, 4]
@@ -34,8 +35,9 @@ from tutorial_engine.viz import batch_occupancy, knobs, memory_map, request_time
 # The obvious way: take four requests, run them until all are done, take the next four. This is *static batching*. It
 # would be perfect if all answers were equally long. They are not, and nobody knows beforehand how long each will be.
 #
-# Here is a small engine: four *seats*, so at most four requests in a step. We give it eight requests, in two batches of
-# four. (The other settings matter later. `ignore_eos=True` makes each request write exactly as many tokens as we say.)
+# Here is a small engine with four *seats*: `max_num_seqs=4`, so at most four requests in a step. We give it eight
+# requests, in two batches of four. (The other settings matter later. `ignore_eos=True` makes each request write exactly
+# as many tokens as we say. `watch` records the steps and draws them.)
 
 # %%
 sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "enable_prefix_caching": False}
@@ -57,11 +59,11 @@ with watch(llm, batch_occupancy) as static:
 
 # %% [markdown]
 # **How to read it.** A row is a request, a column is a step. A box says that the request was computed in that step:
-# first its prompt, then one token a step. Below the title: how many tokens and how many requests each step had.
+# first its prompt, then one token a step. Below the title: how many tokens and how many requests each step had. (124
+# tokens in all: 64 of prompts, and 68 − 8 of answers, because the last token of each answer is never read.)
 #
 # Look at the white space. The first request has its answer after three steps, and its seat stays empty for the next 17,
-# because the fourth request is still writing. Meanwhile four others are waiting outside. That is the problem of this
-# page.
+# because the fourth is still writing. Meanwhile four others wait outside. That is the problem of this page.
 
 # %% [markdown]
 # ## The idea
@@ -99,20 +101,22 @@ show_source(Scheduler.schedule, only=("budget_left", "_schedule_running", "if ou
 # %% [markdown]
 # A plan begins with the full token budget. First those who are *running* get their tokens: one each, if they are
 # writing. Then, **if nobody had to be preempted**, the *waiting* ones get on, as long as something is left of three
-# things. (`blocks_come_back` is for GPUs, where a step is planned while the one before still runs: if that one ends
-# somebody, his blocks are waited for.)
+# things. (`blocks_come_back` is for GPUs, where a step is planned while the one before still runs. If a request ends in
+# that one, its blocks are about to be free, and the plan waits for them.)
 
 # %%
 show_source(Scheduler._schedule_waiting, only=("while self.waiting", ">= self.config.max_num_seqs", "budget_left == 0",
                                                "num_new = min", "allocate_slots(", "if new_blocks is None", "popleft"))
 
 # %% [markdown]
-# Seats, budget, blocks. There is no "batch size" anywhere, and no difference between a prompt and an answer: a request
-# has *tokens that are not computed yet*, many or one, and gets as many of them as the budget allows. That is all of
-# continuous batching.
+# Seats, budget, blocks: one `if` for each, and behind each a `return` that is not shown, so the first who does not
+# fit ends the boarding. `popleft` lets the first in the queue get on. There is no "batch size" anywhere, and no
+# difference between a prompt and an answer: a request has *tokens that are not computed yet*, many or one, and gets as
+# many of them as the budget allows. That is all of continuous batching.
 #
-# To compare, [simulation.py](../../tutorial_engine/simulation.py) makes a tour bus out of this scheduler. It needs one
-# rule: nobody gets on once somebody writes.
+# Who runs when depends on lengths alone, so it can be tried without weights, thousands of steps a second: `simulate`,
+# in [simulation.py](../../tutorial_engine/simulation.py), is the real scheduler and the real block manager without a
+# model. To compare, it can make a tour bus of them. One rule is enough: nobody gets on once somebody writes.
 
 # %%
 show_source(StaticScheduler)
@@ -122,7 +126,8 @@ show_source(StaticScheduler)
 # token. Must the short one be padded to the length of the long one? No. The tokens of all requests lie one behind the
 # other in *one flat row*, and a list says where each request begins (`query_start_loc`, in
 # [attention.py](../../tutorial_engine/attention.py)). The matrix products do not care which token is whose. Only
-# attention does. (Orca calls this *selective batching*.) What would a rectangle cost, as wide as the longest?
+# attention does. (Orca calls this *selective batching*.) What would a rectangle cost, as wide as the longest? Twelve
+# made-up requests, with prompts of 12 to 80 tokens and answers of 6 to 40, and a budget of 64 a step:
 
 # %% tags=["R124"]
 mixed = simulate(workload(12, (12, 80), (6, 40)), num_blocks=33, **sizes)
@@ -132,8 +137,8 @@ print("tokens of each request in the first steps:", counts[:5])
 print(f"all {len(mixed)} steps: {flat} tokens in flat rows, {padded} in rectangles: {1 - flat / padded:.0%} padding")
 
 # %% [markdown]
-# `simulate` is the real scheduler and the real block manager without a model. Who runs when depends on lengths alone,
-# so it can be tried without weights, thousands of steps a second. Whether that is true, experiment 1 checks.
+# In the second step the first request writes, and the other two compute 14 and 49 tokens of their prompts: 64 tokens in
+# a flat row, 3 × 49 = 147 in a rectangle. Whether `simulate` tells the truth, experiment 1 checks.
 
 # %% [markdown]
 # ## Try it
@@ -165,9 +170,11 @@ observe(guess, static_steps=len(static), continuous_steps=len(continuous),
 
 # %% [markdown]
 # The first request gets its last token in step 2, and in step 3 the fifth has its seat. Not one step is lost between.
+# (Its length was known beforehand. Where steps are planned one ahead, as vLLM does on a GPU, a text that ends by itself
+# gives its seat back one step later.)
 #
 # Nobody writes faster: each request still gets one token a step. What is gone is the *waiting*. The fifth request had
-# its first token after 21 steps, and now it has it after 4.
+# its first token after 21 steps (20 of the first batch, and its own first), and now it has it after 4.
 #
 # **Does the simulator tell the truth?** Compare it with what the real model did: who was in which step, which tokens of
 # it were computed, and how many blocks it held.
@@ -187,7 +194,7 @@ print("static:    ", len(simulated_static), "steps, the same plan:", plan(simula
 # %% [markdown]
 # In every step, to the block. So from here on the simulator may speak for the engine.
 #
-# Steps are not seconds. On your machine (compared with nothing):
+# Steps are not seconds. This is your machine's number. (The static run came first, and a first run is often slower.)
 
 # %% tags=["timing", "nbval-ignore-output"]
 times_faster = static.seconds / continuous.seconds
@@ -210,8 +217,9 @@ print(f"{len(static) / len(continuous):.2f} times fewer steps, {times_faster:.2f
 # ### 2. How large can the gain be?
 #
 # Now 1,024 requests, and 4 to 256 seats. Their lengths are made up, but in the shape of real chats: many short answers,
-# a few very long. (The mean is about 338 tokens, which is that of the ShareGPT chats in the PagedAttention paper. The
-# spread is our choice.) Two short functions count the steps, if memory and budget are no limit:
+# a few very long. (They are drawn around a mean of 338 tokens, that of the answers to ShareGPT chats in the
+# PagedAttention paper. The spread is our choice.) Two short functions count the steps, if memory and budget are no
+# limit. The last lines let the scheduler itself count 48 shorter requests, and print whether it agrees:
 
 # %%
 def static_steps(lengths, seats):
@@ -234,7 +242,7 @@ print(all(len(simulate([Job(4, n) for n in few], num_blocks=1000, max_num_seqs=8
 
 # %% [markdown]
 # **Predict.** With 4 seats, how many times fewer steps does the continuous batch need? With 32? With 256? And what if
-# all 1,024 answers have exactly 338 tokens, with 32 seats?
+# all 1,024 answers have exactly 338 tokens, with 32 seats? (Guess first: how long is the longest of 4, of 32, of 256?)
 
 # %% tags=["predict"]
 guess = predict(gain_4_seats=None, gain_32_seats=None, gain_256_seats=None, gain_equal_lengths=None)
@@ -259,21 +267,21 @@ for seats in (1, 4, 8, 16, 32, 64, 128, 256):
 #
 # - *One seat*: there is no batch, and nothing to gain.
 # - *More seats, more gain*: a static batch lasts as long as its **longest** member, and among 32 there is nearly always
-#   a very long one. The ceiling is (mean of the longest of a batch) / (mean of all).
+#   a very long one. The ceiling is (mean of the longest of a batch) / (mean of all). With 32 seats: 39,287 steps in 32
+#   batches are 1,228 each, and 1,228 / 342 = 3.6.
 # - *From 128 on it falls*. With 1,024 requests and 256 seats there are only four rounds, and at the end a few long
 #   answers run alone: the **tail**. Look at the last column. A queue that never gets empty has no tail.
 # - *Equal lengths*: 1. Continuous batching buys nothing there. Its whole gain comes from lengths that differ.
 #
 # **What this proves.** "Continuous batching is so many times faster" is a sentence about a workload, not about an
-# engine. Orca's famous 36.9 times (GPT-3 175B, against FasterTransformer, at equal latency) is a whole system against a
-# whole system. Steps alone, for these lengths and from 4 seats on, give 1.8 to 3.7.
+# engine. Orca's famous 36.9 times (GPT-3 175B, against NVIDIA's FasterTransformer, at equal latency) is a whole system
+# against a whole system. Steps alone, for these lengths and from 4 seats on, give 1.85 to 3.63.
 #
 # **Now change one thing:** sort the requests by length before static batching: `gain(sorted(chats), 32)`. What is left?
 #
 # <details><summary>What happens</summary>
 #
-# Nothing, 1.00: each batch then has members of nearly one length. Sorting is what people did before, with prompts. With
-# answers it cannot be done, because nobody knows their lengths before they are written.
+# Nothing, 1.00: each batch then has members of nearly one length. But nobody can sort answers that are not written yet.
 # </details>
 
 # %% [markdown]
@@ -317,10 +325,10 @@ timeline(cut, clock="seconds", names={"3": "newcomer"})
 # %% [markdown]
 # Each thin line is a token, and ITL (*inter-token latency*) is the gap between two. In the first picture is a hole in
 # three rows: half a second of silence, because somebody else came. In the second the tokens come a little slower for
-# a while, and never stop.
+# a while, and never stop. (The newcomer comes in the middle of a step, and is *queued* for the 10 ms until its end.)
 #
-# Who pays? The newcomer: each step spends a part of its budget on those who write, so the prompt is ready a little
-# later. Those who write always come first. Here is the whole curve:
+# Who pays? The newcomer: each step spends 3 of its 64 tokens on those who write, so the prompt is ready a little later:
+# 548 ms instead of 524. Those who write always come first. Here is the whole curve:
 
 # %%
 print("budget   largest step   longest pause   newcomer's TTFT   all done after")
@@ -332,16 +340,16 @@ for budget in (2048, 512, 256, 128, 64, 32, 16, 8):
 
 # %% [markdown]
 # Down to 32 the pauses shrink. Below, they do not: a step costs 20 ms in any case, so a small step is half empty, and
-# the newcomer waits for ever. The turning point is where a step begins to cost more than reading the weights: 40 tokens
-# on this machine, some hundreds on a GPU.
+# the newcomer waits for seconds. The turning point is where a step begins to cost more than reading the weights: 40
+# tokens on this machine, some hundreds on a GPU.
 #
-# A curious thing is in the last column: cutting even saves time here, because the single tokens of those who write
-# travel for free in steps that are expensive anyway (Sarathi calls them *piggybacked*). What this simple clock leaves
-# out: each chunk must read again the K and V of the chunks before it. So chunks that are too small cost more than it
-# says.
+# A curious thing is in the last column: down to 32, cutting even saves time. Three single tokens need a step of 20 ms
+# when they are alone. In a step with a chunk they add 1.5 ms (Sarathi calls them *piggybacked*). What this simple clock
+# leaves out: each chunk must read again the K and V of the chunks before it. So small chunks cost more than it says.
 #
-# **And the real engine?** It has the budget of 64 as well. A prompt of 160 tokens arrives after 10 steps. Is the plan
-# the simulator's, and does the newcomer write the same as when it is alone?
+# **And the real engine?** It has the budget of 64 as well. We call its steps by hand, and a prompt of 160 tokens comes
+# after 10 of them (for the simulator after 0.19 s, in the tenth step of 20 ms). Is the plan the simulator's, and does
+# the newcomer write the same as when it is alone?
 
 # %%
 long_prompt = {"prompt_token_ids": (tokenizer.encode("The bus was late, and it rained. ") * 20)[:160]}
@@ -375,12 +383,13 @@ print("same tokens as alone:", said["3"] == list(alone))
 # %% [markdown]
 # ### 4. The luggage room is full
 #
-# Seats are not the only limit. Our engine has 18 blocks of 16 tokens. Four requests come with prompts of 62 tokens,
-# which is 4 blocks each, and write 12 tokens. 16 blocks for four prompts: all fit. But the third token that each writes
-# is its 65th, and needs a fifth block.
+# Seats are not the only limit. Our engine has 18 blocks of 16 tokens (19 at the top, and block 0 is nobody's). Four
+# requests come with prompts of 62 tokens, which is 4 blocks each, and write 12 tokens. 16 blocks for four prompts: all
+# fit. But the third token that each writes is its 65th, and needs a fifth block.
 #
-# **Predict.** How often is somebody preempted? Without preemptions, 4 × (62 + 11) = 292 tokens would be computed; how
-# many are? And are the words those that each would have written alone?
+# **Predict.** The budget of 64 lets one prompt after the other in, so each request is a step behind the one before it.
+# How often is somebody preempted? Without preemptions, 4 × (62 + 11) = 292 tokens would be computed (the 12th is never
+# read); how many are? And are the words those that each would have written alone?
 
 # %% tags=["predict"]
 guess = predict(preemptions=None, tokens_computed=None, same_words=None)
@@ -408,8 +417,9 @@ print("the simulator's plan:", plan(simulate([Job(62, 12)] * 4, num_blocks=19, *
 # Follow it in the upper picture. The first two take their fifth blocks, 18 are given out, and then the third needs one.
 # Nothing is free. Who must go? **Not the one who asks, but the one who came last**: the fourth, which had computed its
 # prompt of 62 tokens and one more. All 63 are lost, and 292 + 63 = 355. Its words are not lost: they are a few token
-# ids, and are kept. It waits at the *front* of the queue until somebody leaves, computes prompt and words again in
-# chunks, and goes on where it was. In the picture this has a colour of its own.
+# ids, and are kept. It waits at the *front* of the queue until the first leaves, computes prompt and words again in two
+# chunks, and goes on where it was. In the picture this has a colour of its own. (vLLM does the same. Prefix caching,
+# which is on there and off here, may still find some of the lost blocks.)
 #
 # Why the last? Because it has the least to lose, and because those who came first should finish first. And nobody is
 # admitted in a step that preempts: the room is needed by those who are inside.
@@ -433,20 +443,20 @@ print("the simulator's plan:", plan(simulate([Job(62, 12)] * 4, num_blocks=19, *
 # | `max_num_batched_tokens` | 2,048 to 16,384, by machine and use | token budget of a step |
 # | `enable_chunked_prefill` | on | off: a prompt in one step; then the budget must be at least `max_model_len` |
 # | `long_prefill_token_threshold` | 0: none | the largest chunk of one prompt, so that several can be loaded at once |
-# | `scheduling_policy` | `"fcfs"` | `"priority"`: the smallest number first, in the queue and at preemption |
-# | `gpu_memory_utilization` | 0.92 | the luggage room |
+# | `scheduling_policy` | `"fcfs"` | `"priority"`: the smallest number gets on first, the largest is preempted first |
+# | `gpu_memory_utilization` | 0.92 | share of the GPU that may be used; what the model leaves is the luggage room |
 #
 # Turn some of them. (Where nobody can turn anything, for instance on GitHub, you see one setting.) The made-up requests
 # arrive one after the other, 20 a second. Try *static batches*, then a pool of 12 blocks, then 0 arrivals a second,
-# which means all at once. (One block of the pool is nobody's: 33 are 32.)
+# which means all at once.
 
 # %%
 knobs()
 
 # %% [markdown]
 # **Fewer seats, fewer preemptions.** Sixteen requests, each with a prompt of 16 tokens and an answer of 48, in a pool
-# of 12 blocks. Each needs 4 in the end, so three fit without any risk. **Predict**: with how many seats are all 16 done
-# first: 2, 3, 4 or 8?
+# of 12 blocks. Each needs 4 in the end, so three fit without any risk. Is that the best? **Predict**: with how many
+# seats are all 16 done in the fewest steps: 2, 3, 4 or 8?
 
 # %% tags=["predict"]
 guess = predict(best_number_of_seats=None)
@@ -477,10 +487,12 @@ with expect_error(TypeError):
 # %% [markdown]
 # **2. "I call `generate` in a loop, and vLLM is slow."** A loop over single prompts is a bus with one passenger, and a
 # loop over lists of four is a tour bus: it is what the start of this page did. Give *all* prompts to one call. They
-# wait in the queue of the engine. (Offline inference does have a queue; some texts say that it has none.)
+# wait in the queue of the engine.
 #
 # **3. "Small requests slip through."** Not past the first in the queue. The second of these three needs 13 blocks, and
-# 10 to 12 are free. The third would need one, and waits behind it (*head-of-line blocking*):
+# 10 to 12 are free. (Its first chunk would fit, but nobody gets on whose whole prompt does not: vLLM calls this
+# `scheduler_reserve_full_isl`.) The third would need one block, and waits behind it (*head-of-line blocking*). The last
+# line says why each waited in step 3; the third has no reason of its own:
 
 # %%
 blocked = simulate([Job(96, 30), Job(200, 4), Job(4, 4)], num_blocks=19, **sizes)
@@ -508,20 +520,20 @@ with expect_error(ValueError):
 #
 # **7. "The same prompt gives the same text, whoever else is aboard."** In exact arithmetic, yes, and in float32 it was
 # so on this page. In 16 bits sums are rounded differently in batches of different sizes, and a tie between two tokens
-# may fall the other way.
+# may fall the other way. (vLLM has a slower mode that promises it, `VLLM_BATCH_INVARIANT=1`.)
 
 # %% [markdown]
 # ## In production
 #
 # **What a full batch is worth.** The PagedAttention paper counted how many requests were in a step on average, for
-# OPT-13B, the same chats and the same GPU. All four systems batch continuously. Only memory differs:
+# OPT-13B, the same chats and the same GPU. All four batch continuously (Orca was not public, so the people of vLLM
+# wrote their own). Only memory differs:
 #
 # | | Orca, memory reserved for the longest | Orca, powers of two | Orca, if lengths were known | vLLM |
 # |---|---|---|---|---|
 # | requests in a step | 7.00 | 9.81 | 13.62 | 30.42 |
 #
-# So the two ideas need each other. Continuous batching can fill every seat, if there is memory for whoever sits there.
-# PagedAttention, the lesson before this one in the course, makes the room.
+# So the two ideas need each other: continuous batching fills every seat for which PagedAttention finds the memory.
 #
 # **What the budget is worth.** Sarathi-Serve measured a 34B model, in seconds:
 #

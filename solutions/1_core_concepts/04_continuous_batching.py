@@ -52,8 +52,8 @@ counting
 #
 # <details><summary>Hint 2: how to go on</summary>
 #
-# The next in the queue takes the seat with the smallest number, and adds its length to it. When the queue is empty, the
-# largest number is the answer.
+# The next in the queue takes the seat with the smallest number (`free_at.index(min(free_at))` finds it), and adds its
+# length to that number. When the queue is empty, the largest number is the answer.
 # </details>
 
 # %% [markdown] tags=["solution"]
@@ -114,11 +114,11 @@ planning
 # %% [markdown]
 # ## See it
 #
-# Three requests are writing, and a prompt of 100 tokens comes. The next function lets your plan work until the prompt
-# is computed.
+# Three requests are writing, and a prompt of 100 tokens comes. `planning.use()` takes your plan if it has passed, and
+# ours if not. The function below it calls the plan, step by step, until the prompt is computed.
 #
-# **Predict.** In how many steps is the prompt computed with a budget of 128, and with 23? How large is the largest step
-# in each case?
+# **Predict.** In how many steps is the prompt computed with a budget of 128, and with 23? How many tokens has the
+# largest step in each case?
 
 # %% tags=["predict"]
 guess = predict(steps_128=None, largest_128=None, steps_23=None, largest_23=None)
