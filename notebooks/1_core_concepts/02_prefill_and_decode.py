@@ -437,7 +437,7 @@ print("our steps with a chunk, ms:", [round(1000 * r.seconds, 1) for r in cut.re
 # | `max_num_batched_tokens` | 2,048 to 16,384, by machine and use | the largest step: small for even gaps |
 # | `enable_chunked_prefill` | on | off: each prompt in one step |
 # | `long_prefill_token_threshold` | 0: none | the largest chunk of one prompt |
-# | `max_num_seqs` | 128 to 1,024, by machine and use | how many decodes share a reading of the weights |
+# | `max_num_seqs` | 256 to 1,024, by machine | how many decodes share a reading of the weights |
 #
 # The recordings give a rule for the time of a step on that H200: 5.1 ms, as where sixteen write, or 0.0225 ms for each
 # token, whichever is longer. With it, the scheduler without a model plays the arrival for any budget. **Predict**:

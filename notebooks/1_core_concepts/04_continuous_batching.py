@@ -439,7 +439,7 @@ print("the simulator's plan:", plan(simulate([Job(62, 12)] * 4, num_blocks=19, *
 #
 # | knob | default in vLLM | what it does |
 # |---|---|---|
-# | `max_num_seqs` | 128 to 1,024, by machine and use | seats |
+# | `max_num_seqs` | 256 to 1,024, by machine | seats |
 # | `max_num_batched_tokens` | 2,048 to 16,384, by machine and use | token budget of a step |
 # | `enable_chunked_prefill` | on | off: a prompt in one step; then the budget must be at least `max_model_len` |
 # | `long_prefill_token_threshold` | 0: none | the largest chunk of one prompt, so that several can be loaded at once |
