@@ -429,8 +429,9 @@ observe(guess, prompts_counted_times=(sum(given) + sum(written)) / sum(written),
 #
 # For comparison, what vLLM claimed in the post with which it appeared (June 2023): 14 to 24 times the throughput of
 # `transformers`, and 2.2 to 2.5 times that of TGI, a server that batched already, with the same models on the same
-# GPUs. From experiment 3 you know what such a number depends on: how many were in a step. There four gave 3.6 times as
-# many tokens per second as one, and 256 gave 116 times as many. Why vLLM had more in a step than TGI is the subject of
+# GPUs. Elsewhere you read "three to four times as fast as one after the other". From experiment 3 you know what such a
+# number depends on: how many were in a step. There four gave 3.6 times as many tokens per second as one, and 256 gave
+# 116 times as many. Why vLLM had more in a step than TGI is the subject of
 # [PagedAttention](../1_core_concepts/03_paged_attention.ipynb).
 #
 # **Now change one thing:** `max_tokens=8`. Which way does the first number go?
