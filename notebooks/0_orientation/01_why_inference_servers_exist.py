@@ -36,9 +36,9 @@ from tutorial_engine.viz import batch_occupancy, watch
 # You have a language model, and it works: text goes in, text comes out. (To run a trained model is called *inference*.)
 # Twelve people want to use it. You write what everybody writes first: a loop that answers one after the other.
 #
-# We do it with a real model. It is small, and its arguments make every machine print the same numbers. Each of the
-# twelve wants an answer of another length; `ignore_eos=True` makes the model write exactly as many tokens as we say,
-# and `temperature=0` makes it take the likeliest token each time.
+# We do it with a real, small model, SmolLM2-135M-Instruct. (You need not know the arguments of `LLM` yet. They make
+# every machine print the same numbers.) Each of the twelve wants an answer of another length. `ignore_eos=True` makes
+# the model write exactly `max_tokens` tokens, and `temperature=0` makes it take the likeliest token each time.
 
 # %%
 llm = LLM(dtype="float32", kv_cache_memory_bytes=2**28, max_model_len=1024, enable_prefix_caching=False,
@@ -54,8 +54,8 @@ with Trace(llm, names=things) as loop:
 # %% [markdown]
 # `Trace` has recorded what the engine did. An engine works in **steps**: in one step the model runs once. The first
 # step of a request reads its whole prompt and gives the first token (this is called *prefill*). Each further step gives
-# one more (*decode*). Here is the recording, a row for each request, called by what its story is
-# about, and a column for each step:
+# one more (*decode*). Here is the recording up to its last step (`-1`). A row is a request, with the name of what its
+# story is about, and a column is a step:
 
 # %%
 batch_occupancy(loop, -1)
@@ -75,7 +75,7 @@ batch_occupancy(loop, -1)
 # What does a model have to do for one token? It consists of millions of numbers, its **weights**, and each of them is
 # used for each token. To be used, it must come from the memory to the place where there is arithmetic. So for every
 # single token **all weights are read**. Ours are half a gigabyte. Those of a usual model on a GPU (a processor that has
-# very much arithmetic, and fast memory beside it) are 16 gigabytes.
+# very much arithmetic, and fast memory beside it) are 16 gigabytes: 8 billion of them, of 2 bytes each.
 #
 # Imagine a hall where somebody reads a thick book aloud, from cover to cover. After each reading, each listener may
 # write down *one word*. Then the whole book is read again, for the next word.
@@ -103,7 +103,7 @@ batch_occupancy(loop, -1)
 # ## Under the hood
 #
 # How thick is the book? The model is a stack of layers, each with a few matrices. You may skip how the weights are
-# counted; what is printed matters.
+# counted. What is printed matters: that is the *135M* in the model's name.
 
 # %%
 shape = llm.llm_engine.model_runner.model.config
@@ -122,8 +122,9 @@ from tutorial_engine.llm_engine import LLMEngine
 show_source(LLMEngine._start_step, only=("schedule()", "execute_model"))
 
 # %% [markdown]
-# `schedule()` decides **who** is in the next step. `execute_model(plan)` runs the model **once**, for all of them. The
-# plan of a loop names one request. Give the engine a list, and the plan names many.
+# `schedule()` decides **who** is in the next step. `execute_model(plan)` runs the model **once**, for all of them. (It
+# is `pending` because the result is fetched later.) The plan of a loop names one request. Give the engine a list, and
+# the plan names many.
 
 # %% [markdown]
 # ## Try it
@@ -134,7 +135,8 @@ show_source(LLMEngine._start_step, only=("schedule()", "execute_model"))
 # 5, 14, 7, 2 and 9 tokens. **Predict**, with a pencil: how many steps did the loop need? How many will the list need?
 # And will the texts be the same?
 #
-# Write your numbers in place of `None`. A wrong guess teaches more than none.
+# Write your guesses in place of `None`. A wrong one teaches more than none. (In the cell after it, `watch` is a `Trace`
+# that also draws the picture.)
 
 # %% tags=["predict"]
 guess = predict(loop_steps=None, list_steps=None, same_texts=None)
@@ -150,8 +152,9 @@ observe(guess, loop_steps=len(loop), list_steps=len(together), same_texts=texts[
 
 # %% [markdown]
 # The loop needs a step for each token that is written: the **sum**. The list needs as many as its longest member: the
-# **maximum**. The texts are the same, and so is the number of tokens that went through the model. But the book was read
-# six times less often.
+# **maximum**. The texts are the same. So is the number of tokens that went through the model: 12 prompts of 6 tokens,
+# and 84 of the 96 that were written, as the last one of an answer need not go in again. But the book was read six times
+# less often.
 #
 # Is it also six times *faster*? Measure (your machine's number, compared with nothing):
 
@@ -166,8 +169,8 @@ print(f"{fewer:.1f} times fewer steps, {faster:.1f} times less time")
 # **What this proves.** The loop does the same work, and reads the weights six times as often. Nothing about the model
 # had to change, and no word of the answers did.
 #
-# **Now change one thing:** let all twelve want 8 tokens, `LENGTHS = [8] * 12`. That is 96 tokens again. Predict both
-# counts.
+# **Now change one thing:** at the top, let all twelve want 8 tokens, `LENGTHS = [8] * 12`. That is 96 tokens
+# again. Predict both counts, then run everything down to here.
 #
 # <details><summary>What happens</summary>
 #
@@ -185,10 +188,10 @@ print(f"{fewer:.1f} times fewer steps, {faster:.1f} times less time")
 # tokens per second  <=  bandwidth / (number of weights × bytes of a weight)
 # ```
 #
-# Data sheets say the bandwidth: an NVIDIA T4 has 320 GB/s, an H200 has 4,800 GB/s. Take Llama-3.1-8B, which has
-# 8,030,261,248 weights, in a 16-bit format, 2 bytes each. **Predict** the limit for one request on an H200 and on a T4.
-# (The T4's memory is in fact a little too small for it. The limit of a machine that has the same bandwidth and more
-# memory is the same.)
+# Data sheets say the bandwidth: an NVIDIA T4 has 320 GB/s (billion bytes), an H200 has 4,800 GB/s. Take Llama-3.1-8B,
+# which has 8,030,261,248 weights, in a 16-bit format, 2 bytes each. **Predict** the limit for one request on an H200
+# and on a T4. (The T4's memory is in fact a little too small for it. The limit of a machine that has the same bandwidth
+# and more memory is the same.)
 
 # %% tags=["predict"]
 guess = predict(tokens_per_second_H200=None, tokens_per_second_T4=None)
@@ -203,12 +206,13 @@ observe(guess, tokens_per_second_H200=tokens_per_second_bound(LLAMA_8B, 2, 4800e
         tokens_per_second_T4=tokens_per_second_bound(LLAMA_8B, 2, 320e9))
 
 # %% [markdown]
-# 299 on one of the fastest GPUs there are, whoever writes the program. (It is a sum for orientation. This model has two
-# tables of its vocabulary, and of one a step reads a single row only: that is 7 % less to read. And with *speculative
-# decoding* a step can give more than one token.)
+# 299 on a GPU that is made for data centres, whoever writes the program. (It is a sum for orientation. This model has
+# two tables of its vocabulary. From the one for tokens that go in, a step reads a single row: that is 7 % less to read.
+# And *speculative decoding*, which guesses tokens ahead and checks them together, can give several in one step.)
 #
-# Does a real engine come near it? We have recorded this course's engine on an H200, with weights of the 8B model's
-# shape. The recording has a step's true times, and replays here, without a GPU:
+# Does a real engine come near it? We have recorded this course's engine on an H200, with a model of the same shape as
+# Llama-3.1-8B. (Its weights are random: they are read as fast as trained ones.) The recording has the true time of each
+# step, and replays here, without a GPU. For each number of requests we take the median of eight decode steps:
 
 # %%
 recorded = load("llama-8b-batch")
@@ -221,7 +225,7 @@ print(f"one request: {step_ms[1]:.2f} ms a token, {1000 / step_ms[1]:.0f} tokens
       f"{1000 / step_ms[1] / limit:.0%} of the limit")
 
 # %% [markdown]
-# Three quarters of what is possible. So there is not much left to be won for one request by better code.
+# Three quarters of what is possible. So for one request even perfect code could win no more than about a third.
 #
 # And your own machine? Bandwidth can be measured: add up a large array, which reads each number once. Then compare with
 # the decode steps that the loop did (your machine's numbers, compared with nothing):
@@ -251,7 +255,7 @@ print(f"arithmetic for one token: {arithmetic_ms:.3f} ms, in a step of {step_ms[
       f"busy {arithmetic_ms / step_ms[1]:.1%} of the time")
 
 # %% [markdown]
-# You have rented the fastest calculator in town, and it calculates for less than half a percent of the time.
+# You have rented a very fast calculator, and it calculates for less than half a percent of the time.
 #
 # **Now change one thing:** store each weight in 4 bits, half a byte. What is the limit on an H200 now?
 #
@@ -266,7 +270,8 @@ print(f"arithmetic for one token: {arithmetic_ms:.3f} ms, in a step of {step_ms[
 #
 # The recording goes on: 1, 2, 4 ... 256 requests at once, on the same GPU, with the same model. **Predict.** How many
 # times as long as a step with one request does a step with 32 take? With 256? And how many times as many tokens per
-# second do the 256 get, all together?
+# second do the 256 get, all together? (What you have: 0.016 ms of arithmetic for each token, 4.47 ms for a step with
+# one request.)
 
 # %% tags=["predict"]
 guess = predict(step_32_takes_times=None, step_256_takes_times=None, tokens_per_second_256_times=None)
@@ -309,8 +314,8 @@ _ = ax.set(xlim=(0, 1), xlabel="share of a step, H200 and 8B model")
 # computations begins with some waiting.)
 #
 # Does the gain go on for ever? No. Two lines bound it. From the left, the **reader's line**: as long as the reading is
-# the limit, twice the listeners write twice the words. From above, the **listeners' line**: all the arithmetic that the
-# machine has. They cross where a batch needs as long to compute as to read:
+# the limit, twice the listeners write twice the words. From above, the **listeners' line**: the operations per second
+# that the machine has, divided by 2 for each weight. They cross where a batch needs as long to compute as to read:
 
 # %%
 for name, flops, bytes_per_second in (("T4", 65e12, 320e9), ("H200", 989e12, 4800e9)):
@@ -319,8 +324,10 @@ for name, flops, bytes_per_second in (("T4", 65e12, 320e9), ("H200", 989e12, 480
           f"the lines cross at {ceiling / one_request:.0f} requests")
 
 # %% [markdown]
-# Now the same on your machine, with the small model and 1 to 32 requests, next to the recorded GPU. (For your machine
-# the upper line is measured: what a long prompt gets, where 128 tokens share one reading.)
+# Now the same on your machine, with the small model and 1 to 32 requests, next to the recorded GPU. (The reader's line
+# is drawn through the *measured* point of one request. On the H200 that is three quarters of the limit, so here the
+# lines cross later, at 275. For your machine the upper line is measured too: what a prompt gets, where 128 tokens share
+# one reading.)
 
 # %% tags=["timing", "nbval-ignore-output"]
 def fastest_step(num_requests, prompt_tokens=1, steps=4):
@@ -347,10 +354,9 @@ for ax, title, seconds, ceiling in ((axes[0], "this machine, 135M model", cpu, c
 print(f"this machine: 32 requests get {32 * cpu[1] / cpu[32]:.1f} times as many tokens per second as one")
 
 # %% [markdown]
-# Two machines, one shape: up along the first line, then flat, towards the second. On a CPU the flat part comes early,
-# since it has little arithmetic for its bandwidth. (And the step from 1 to 2 may gain nothing at all there. One
-# row is a matrix times a *vector*, for which there is special code; two rows are a matrix product.) On the GPU, 256
-# requests have not reached the end.
+# Two machines, one shape: up along the first line, then flatter, towards the second. On a CPU the curve leaves the line
+# early, since it has little arithmetic for its bandwidth. (There, twice the requests may even gain nothing at one
+# place: for one row, a few and many there is different code.) On the GPU, 256 requests have not reached the end.
 #
 # **What this proves.** The hardware was not slow. It was empty.
 #
@@ -360,8 +366,8 @@ print(f"this machine: 32 requests get {32 * cpu[1] / cpu[32]:.1f} times as many 
 # <details><summary>What happens</summary>
 #
 # 32 of the sizes in the table: a step takes 5.73 ms, and all together get 5,580 tokens per second. At 8 ms it would be
-# 128 requests and 16,578. Each millisecond of patience is worth thousands of tokens. So *latency against throughput* is
-# a choice, and whoever quotes a throughput should say at which latency.
+# 128 requests and 16,578. Two milliseconds of patience give three times as many. So *latency against throughput* is a
+# choice, and whoever quotes a throughput should say at which latency.
 # </details>
 
 # %% [markdown]
@@ -369,7 +375,8 @@ print(f"this machine: 32 requests get {32 * cpu[1] / cpu[32]:.1f} times as many 
 #
 # "Our server makes 2,000 tokens per second." Which tokens? The loop that most people compare with uses `generate` of
 # Hugging Face's `transformers`. What does that give back? A toy model with random weights is enough to see it. The two
-# prompts have 3 and 5 tokens; the shorter one is filled up with zeros in front, as they must form a rectangle:
+# prompts have 3 and 5 tokens. They must form a rectangle, so the shorter one is filled up with zeros in front (which
+# the `attention_mask` tells the model to ignore):
 
 # %%
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -387,8 +394,9 @@ print("in:", tuple(two.shape), " out:", tuple(tensor.shape),
 # row is done before the others, its rest is filled up as well. Whoever counts what came back counts all of that. (An
 # engine such as vLLM gives prompt and answer apart, in `prompt_token_ids` and `outputs[0].token_ids`.)
 #
-# Four questions to our model, and answers of at most 16 tokens. **Predict.** How many times too high is the count if
-# somebody counts prompt and answer? And if all four went through `generate` as one rectangle, and that is counted?
+# Now four short questions to our model. With what the chat format adds, each has 34 to 39 tokens. Answers have at most
+# 16. **Predict.** How many times too high is the count if somebody counts prompt and answer? And if all four went
+# through `generate` as one rectangle, and that is counted?
 
 # %% tags=["predict"]
 guess = predict(prompts_counted_times=None, rectangle_counted_times=None)
@@ -404,13 +412,13 @@ observe(guess, prompts_counted_times=(sum(given) + sum(written)) / sum(written),
         rectangle_counted_times=len(answers) * (max(given) + max(written)) / sum(written))
 
 # %% [markdown]
-# The prompts have 34 to 39 tokens each, as the chat format adds some, and 63 tokens were written by all four together.
-# The same run, the same seconds, and a number more than three times as high. With 2,000 tokens of a document in front
-# of each question, and 100 in the answer, it would be 21 times.
+# All four together wrote 63 tokens, and the prompts have 144: (144 + 63) / 63 = 3.29. The rectangle has 4 rows of
+# 39 + 16. The same run, the same seconds, and a number more than three times as high. With 2,000 tokens of a document
+# in a prompt, and 100 in the answer, it would be 21 times.
 #
-# **What this proves.** "Tokens per second" without a noun is no measurement. *Output* tokens are those that the model
-# wrote, up to and with the one that ends the answer. Prompt tokens may be quoted as well, as a second number: they are
-# work, but of another kind, since hundreds of them share one reading.
+# **What this proves.** "Tokens per second" that does not say *which* tokens is no measurement. *Output* tokens are
+# those that the model wrote, up to and with the one that ends the answer. Prompt tokens may be quoted as well, as a
+# second number: they are work, but of another kind, since hundreds of them share one reading.
 #
 # A baseline is honest if it
 #
@@ -422,8 +430,9 @@ observe(guess, prompts_counted_times=(sum(given) + sum(written)) / sum(written),
 # For comparison, what vLLM claimed in the post with which it appeared (June 2023): 14 to 24 times the throughput of
 # `transformers`, and 2.2 to 2.5 times that of TGI, a server that batched already, with the same models on the same
 # GPUs. Elsewhere you read "three to four times as fast as one after the other". From experiment 3 you know what such a
-# number depends on: how many were in a step. Four gave 3.6 times as many tokens per second, 256 gave 116. Why vLLM had
-# more in a step than TGI is the subject of [PagedAttention](../1_core_concepts/03_paged_attention.ipynb).
+# number depends on: how many were in a step. There four gave 3.6 times as many tokens per second as one, and 256 gave
+# 116 times as many. Why vLLM had more in a step than TGI is the subject of
+# [PagedAttention](../1_core_concepts/03_paged_attention.ipynb).
 #
 # **Now change one thing:** `max_tokens=8`. Which way does the first number go?
 #
@@ -455,9 +464,9 @@ print("seats -> steps:", steps)
 observe(guess, steps_with_4_seats=steps[4])
 
 # %% [markdown]
-# One seat is the loop, twelve seats are the list. With four the hall is nearly full all the time: 96 tokens need at
-# least 24 steps. More seats never mean more steps. Whether they also mean less *time* is the
-# curve of experiment 3.
+# One seat is the loop, twelve seats are the list. With four seats, 96 tokens need at least 24 steps. It is 29, since at
+# the end nobody waits any more and seats stay empty. Here more seats mean fewer steps. Whether they also mean less
+# *time* is the curve of experiment 3.
 
 # %% [markdown]
 # ## Where it bites you
@@ -480,10 +489,10 @@ with expect_error(TypeError):
 # **4. "Batching makes my answer faster."** A single answer gets a little *slower*, see the column "each". What falls is
 # the time in the queue, and the price.
 #
-# **5. "The limit says 17,800 tokens per second for a 135M model on an H200."** It does, and nobody gets there. A step
-# would take 56 µs, and to start a few hundred small computations takes longer than that. This course's engine, which
-# replays a whole step as one recorded piece (a *CUDA graph*), gets 1,619, 9 %. The limit is good for models whose
-# weights take milliseconds to read.
+# **5. "The limit says 17,800 tokens per second for a 135M model on an H200."** It does, but that is not the limit that
+# counts there. A step would take 56 µs, and to start a few hundred small computations takes longer. This course's
+# engine, which replays a whole step as one recorded piece (a *CUDA graph*), gets 1,619, 9 %. The limit is good for
+# models whose weights take milliseconds to read.
 
 # %% [markdown]
 # ## In production
@@ -641,6 +650,7 @@ for n in (1, 4, 16, 64, 256):
 #   [Prefill and decode](../1_core_concepts/02_prefill_and_decode.ipynb): the two kinds of work in a step.
 #   [PagedAttention](../1_core_concepts/03_paged_attention.ipynb): how the notes of hundreds fit into one memory.
 #   [Continuous batching](../1_core_concepts/04_continuous_batching.ipynb): who is in which step.
+#   [Sampling parameters](../1_core_concepts/05_sampling_parameters.ipynb): how the next token is chosen.
 # * **2 Going deeper.** How do the scheduler, the prefix cache, quantisation and speculative decoding work? (No
 #   notebooks yet. Until then read [scheduler.py](../../tutorial_engine/scheduler.py).)
 # * **3 Running locally.** How do I use it? [Getting started](../3_running_locally/05_getting_started.ipynb): the first

@@ -30,9 +30,10 @@ from tutorial_engine.viz import block_table, watch
 # %% [markdown]
 # ## The problem
 #
-# A model does not write words. For a text it computes one number for *each* token of its vocabulary, a **logit**, and
-# somebody has to choose. Let us ask for all of them. (`logprobs=-1` asks for all 49,152, and `max_logprobs=-1` allows
-# that. An ordinary engine gives at most 20. A logprob is the logarithm of a probability.)
+# A model does not write words. For a text it computes one number for *each* token of its vocabulary, a **logit**.
+# *Softmax* makes probabilities of them (e to the power of each, divided by the sum), and somebody has to choose. Let us
+# ask for all. (`logprobs=-1` asks for the *logprob*, the logarithm of the probability, of each of the 49,152 tokens,
+# and `max_logprobs=-1` allows that. An ordinary engine gives at most 20. `sizes` keeps this page's engines small.)
 
 # %%
 sizes = {"dtype": "float32", "num_gpu_blocks_override": 64, "max_model_len": 256}
@@ -52,9 +53,9 @@ for token in row.topk(8).indices.tolist():
 print(f"the {len(row) - 8:,} others together: {1 - row.topk(8).values.exp().sum():.0%}")
 
 # %% [markdown]
-# Now choose. The likeliest one each time? The answer is then always the same, and often dull: it falls into circles. By
-# lot, with these probabilities? Then six times in ten the next token is none of the eight, and far down in the long
-# tail there is nonsense. One such token is enough to lead a text astray: the model goes on from whatever stands there.
+# Now choose. The likeliest one each time? The answer is then always the same, and often it repeats itself. By lot, with
+# these probabilities? Then six times in ten the next token is none of the eight, and far down in the long tail there is
+# nonsense. One such token is enough to lead a text astray: the model goes on from whatever stands there.
 #
 # Sampling parameters are the compromise between the two. This page is about what each does, in which order, what the
 # engine tells you about it, and which values hold when you say nothing.
@@ -92,8 +93,10 @@ print(f"the {len(row) - 8:,} others together: {1 - row.topk(8).values.exp().sum(
 print(inspect.getdoc(sampler).split("\n\n")[1])
 
 # %% [markdown]
-# The same order in the code that is running. (`logits` has one row for each request of the step. A stage that no row
-# asks for is skipped.)
+# Some of these are not knobs of this page. A *grammar* forces a format such as JSON. *Allowed ids* and *bad words* say
+# what may be written and what not, `min_tokens` forbids an early end, and a *custom processor* is code of your own.
+#
+# The same order in the code that is running. (`logits` has one row for each request of the step.)
 
 # %% tags=["objective-1"]
 show_source(Sampler.__call__, only=("raw = ", "apply_token_rules", "apply_penalties", "apply_bad_words",
@@ -102,10 +105,11 @@ show_source(Sampler.__call__, only=("raw = ", "apply_token_rules", "apply_penalt
 # %% [markdown]
 # Four things to see.
 #
-# - `raw` is copied **first**, and `gather_logprobs` reads that copy.
+# - `raw` is copied **first**, and that copy is what `gather_logprobs` gets as `values`.
 # - `argmax`, the greedy choice, comes after penalties and biases. They work at `temperature=0` too.
-# - Rows that are drawn by lot are divided by the temperature (`div_`), and only then come `min_p`, `top_k`, `top_p`.
-# - Greedy rows never get there. For them the other knobs are meaningless, and are reset:
+# - Rows that are drawn by lot are divided by the temperature (`div_`). Only then comes `min_p`, and then `top_k` and
+#   `top_p`, inside `_draw`.
+# - Greedy rows never get there. So the filters mean nothing to them, and are reset:
 
 # %%
 params = SamplingParams(temperature=0, top_p=0.1, top_k=3)
@@ -121,7 +125,8 @@ show_source(apply_min_p)
 # **And the spin?** One way is: a random number between 0 and 1, then walk along the slices. Engines use a trick that
 # has no walk, *Gumbel-max*: add a random bonus to each logit, and take the largest sum. If the bonuses have the right
 # distribution (Gumbel's), each token wins exactly as often as its probability says. (vLLM's newer model runner does
-# this too, its older one a close relative.) Where does a bonus come from?
+# this too, its older one a close relative.) Where does a bonus come from? (`whole` are the rows without `top_k` and
+# `top_p`; of the last two functions you see the arguments, and one line.)
 
 # %%
 show_source(Sampler._draw, only=("whole] =",))
@@ -137,8 +142,8 @@ show_source(sampler.gumbel_noise, only=("def ", "x = keys"))
 #
 # ### 1. Three filters on three wheels
 #
-# This function does what the engine does, with the engine's own functions, for our one row. (The row holds logprobs,
-# which are the logits minus one constant. No softmax sees the difference.)
+# This function does what the engine does, with the engine's own functions, for our one row. (`truncate` is `top_k`,
+# then `top_p`. The row holds logprobs, which are the logits minus one constant. Softmax gives the same for both.)
 
 # %%
 def chances(temperature, top_k=0, top_p=1.0, min_p=0.0):
@@ -156,7 +161,8 @@ filters = {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}
 print("at temperature 1 they keep:", [num_kept(1.0, **knob) for knob in filters])
 
 # %% [markdown]
-# **Predict.** How many tokens will `top_p=0.9` keep at temperature 0.5, and how many at 1.5? And `min_p=0.1`?
+# So at temperature 1 `top_p=0.9` keeps 147 tokens, and `min_p=0.1` keeps 26. **Predict.** How many will each keep at
+# 0.5, and at 1.5? More or fewer, and which of the two changes more?
 
 # %% tags=["predict"]
 guess = predict(top_p_at_half=None, top_p_at_one_and_a_half=None, min_p_at_half=None, min_p_at_one_and_a_half=None)
@@ -190,8 +196,8 @@ for ax in axes[:, 0]:
 # - *top_p* keeps few on a steep wheel. On a flat one it must go far into the tail to collect its 90 %: 1,270 tokens.
 # - *min_p* goes the same way, but far less. Its bar is tied to the likeliest token.
 #
-# **Does the engine itself do this?** Draw one token 50 times from `top_k=5` at temperature 1. How many different tokens
-# come?
+# **Does the engine itself do this?** Draw one token 50 times from `top_k=5` at temperature 1: `n=50` asks for 50
+# answers to one prompt. How many different tokens come?
 
 # %%
 draws = generate(prompt, SamplingParams(top_k=5, n=NUM_DRAWS, seed=0, max_tokens=1))[0].outputs
@@ -227,7 +233,7 @@ print(f"{chances(0.5)[take]:.1%}")
 # second request push `' sing'`, a most unlikely token, with a *bias*: `logit_bias={sing: 100}` adds 100 to its logit.
 #
 # **Predict.** As a percentage, which probability is reported for `' take'`? Is `' sing'` reported with rank 1, the
-# likeliest? With `logprobs=2`, how many entries does its dictionary have?
+# likeliest? With `logprobs=2`, how many entries does its dictionary have, `' sing'` included?
 
 # %% tags=["predict"]
 guess = predict(percent_reported_for_take=None, sing_has_rank_1=None, entries_beside_sing=None)
@@ -250,10 +256,9 @@ for logprob in pushed.logprobs[0].values():
 # chosen token first, and then the two likeliest: three entries, or two if the chosen one is among them.
 #
 # **What this proves.** `logprobs` are a photo of the wheel as the model painted it, before temperature, filters,
-# penalties and bias. (Only a grammar, the one thing that is no taste but a rule, is in the picture already.) That makes
-# them comparable between requests with different settings, and good for scoring a text. It also means that they are
-# *not* the probability with which the token was drawn. Who needs that builds the engine with
-# `logprobs_mode="processed_logprobs"`.
+# penalties and bias. (Only what a grammar forbids has probability 0 in it already.) That makes them comparable between
+# requests with different settings, and good for scoring a text. It also means that they are *not* the probability with
+# which the token was drawn. Who needs that builds the engine with `logprobs_mode="processed_logprobs"`.
 #
 # **Now change one thing:** leave `logprobs` out. What is `cumulative_logprob` of the answer?
 #
@@ -268,8 +273,8 @@ for logprob in pushed.logprobs[0].values():
 #
 # Many models come with a file `generation_config.json`: what its makers recommend. With `generation_config="auto"`, the
 # default, an engine reads it. (This page's engine was built with `"vllm"`, which ignores it.) Here is a second engine
-# whose file says: temperature 0.2, and always the likeliest token. (We plant it with `override_generation_config`.
-# `logprobs_mode` is for later.)
+# whose file says: temperature 0.2, and always the likeliest token. (We plant it with `override_generation_config`. Such
+# files say `max_new_tokens` for `max_tokens`. `logprobs_mode` is for later, in "Where it bites you".)
 
 # %%
 recommended = {"temperature": 0.2, "top_k": 1, "max_new_tokens": NUM_TOKENS}
@@ -304,8 +309,9 @@ print(empty[0].finish_reason)
 
 # %% [markdown]
 # **What this proves.** The file speaks only if *you pass no object at all*. An explicit `SamplingParams` is complete:
-# what you did not write has its neutral value, temperature 1 and no filter, and `max_tokens` is **16**. Some texts say
-# that missing fields are taken from the file. Offline that is wrong.
+# what you did not write has its neutral value, temperature 1 and no filter, and `max_tokens` is **16**. (One thing of
+# the file always holds: further end tokens that it names.) Some texts say that missing fields are taken from the file.
+# Offline that is wrong.
 #
 # On a *server* it is right: a request is JSON, and what it leaves out comes from the file, and then from neutral
 # values. So the same model with "the same settings" can write differently online and offline. To keep the file's values
@@ -327,14 +333,14 @@ print(empty[0].finish_reason)
 # %% [markdown]
 # ### 4. Seeds, and four answers to one prompt
 #
-# `n=4` asks for four answers. Our prompt now has 53 tokens. The engine makes four requests out of one: each child is
-# sampled by itself, and full blocks of the prompt are shared.
+# `n=4` asks for four answers. Our prompt now has 53 tokens. The engine makes four requests out of one, its *children*.
+# Each is sampled by itself. They share the full blocks of the prompt, those whose 16 places are all taken.
 #
 # **Predict.**
 #
 # - A request with seed 7 runs alone, and then between two others, in another row of the batch. The same tokens?
 # - Is the *second* answer of `n=4, seed=7` what a single request with seed 8 writes?
-# - A block has 16 places. In the first step, how many prompt tokens does the model compute, for all four together?
+# - In the first step, how many prompt tokens does the model compute, for all four together?
 # - In the second step, how many blocks are held by the four?
 
 # %% tags=["predict"]
@@ -358,8 +364,9 @@ for name, (start, number) in trace.records[0].scheduled.items():
           f"blocks {trace.records[0].tables[name]}")
 
 # %% [markdown]
-# **How to read it.** `2_0` is answer 2 of request 0. Each of the four tables begins with the same three blocks, and
-# ends with a block of its own: 16 entries, 7 blocks. In the pool on the left, the three belong to all four.
+# **How to read it.** `2_0` is answer 2 of request 0 (both count from 0). Each of the four tables begins with the same
+# three blocks, and ends with a block of its own: 16 entries, 7 blocks. In the pool on the left, the three belong to all
+# four.
 #
 # The first child computes all 53 tokens. The others find 48 of them in the cache, *in the same step*, and compute the
 # last 5: 53 + 3 × 5 = 68, instead of 212. A block that is not full is never shared, since each child will write its own
@@ -386,7 +393,7 @@ for name, (start, number) in trace.records[0].scheduled.items():
 # | knob | default | keeps or changes | range |
 # |---|---|---|---|
 # | `temperature` | 1 | steepness; 0 is greedy | 0, or 0.01 to 2 |
-# | `top_k` | 0: off | so many of the likeliest | -1 or 0: off |
+# | `top_k` | 0: off | so many of the likeliest | 1 or more; 0 or -1: off |
 # | `top_p` | 1: off | the likeliest until their sum reaches it | above 0, up to 1 |
 # | `min_p` | 0: off | what has at least this share of the likeliest | 0 to 1 |
 # | `repetition_penalty` | 1: off | prompt *and* answer: logit divided if positive, else multiplied | above 0 |
@@ -417,9 +424,9 @@ for penalty, count, output in zip(penalties, unique, outputs):
 
 # %% [markdown]
 # Already 1.1 turns the text after one word. The model wanted `' a'`, but the prompt has that token too ("on *a* rainy
-# day"), so its logit was made smaller, and `' it'` won. With 2, no token occurs twice: after the first comma there is
-# no second one. (CTRL, the paper that this penalty is from, uses about 1.2.) And all four were greedy. So "greedy"
-# means the largest logit *after* the penalties, not what the model liked best.
+# day"), so its logit was made smaller, and `' it'` won. With 2, no token of the answer occurs twice, not even a comma.
+# (CTRL, the paper that this penalty is from, uses about 1.2.) And all four were greedy. So "greedy" means the largest
+# logit *after* the penalties, not what the model liked best.
 
 # %% [markdown]
 # ## Where it bites you
@@ -472,9 +479,10 @@ print(f"decisions that are ties if these logits are rounded to bfloat16: {ties} 
 # In float32 all agree: the logits of a batch and of a single request differ far less than the closest two tokens do. A
 # bfloat16 has 8 significant bits, so between 16 and 32 there are only steps of 0.125. There some of our decisions
 # become ties, and whatever tips them tips everything that follows. So on a GPU in 16 bits the same greedy prompt may
-# write different texts in different crowds. (On the CPU on which this page was written, bfloat16 wrote the same in a
-# batch of eight as alone, but for three of the eight prompts not what float32 wrote.) That is no bug of sampling, and a
-# seed does not help. vLLM has a mode that does, `VLLM_BATCH_INVARIANT=1`, which is slower and wants a fairly new GPU.
+# write different texts in different crowds. (On the CPU on which this page was written, eight prompts wrote the same in
+# bfloat16 alone and together, but three of them not what they wrote in float32.) That is no bug of sampling, and a seed
+# does not help. vLLM has a mode that does, `VLLM_BATCH_INVARIANT=1`. It is slower, and of NVIDIA's GPUs it wants one of
+# compute capability 8.0 or more: an A100, but no T4.
 
 # %% tags=["gpu", "nbval-ignore-output"]
 if torch.cuda.is_available():
@@ -487,11 +495,11 @@ else:
 
 # %% [markdown]
 # **6. "`LLM(seed=0)` makes my requests repeatable."** It makes a whole *run* repeatable: the same calls in the same
-# order. A request without a seed of its own gets a random one when it arrives; one more request before it, and it is
-# another one. For one answer that must be repeatable, set the seed in its `SamplingParams`.
+# order. A request without a seed of its own gets the next one of a random sequence when it arrives. One more request
+# before it, and it gets another. For one answer that must be repeatable, set the seed in its `SamplingParams`.
 #
 # **7. "A small `top_p` and a high temperature."** They work against each other. Change one of the two, and leave the
-# other neutral, until you have a reason and a measurement.
+# other neutral, until a measurement says otherwise.
 
 # %% [markdown]
 # ## In production
@@ -621,4 +629,5 @@ else:
 # Invariance](https://docs.vllm.ai/en/latest/features/batch_invariance/). Order of operations, defaults, ranges, the
 # children of `n`, whose settings hold: vLLM 0.33, read in its source.
 #
-# **Next** in the course: how a scheduler and a block manager make room for all of this.
+# **Next.** [Offline batch inference](../3_running_locally/02_offline_batch_inference.ipynb) puts all of this to use, on
+# a pile of prompts.

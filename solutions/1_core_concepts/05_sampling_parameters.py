@@ -50,7 +50,8 @@ nucleus
 # %% [markdown]
 # <details><summary>Hint 1: where to begin</summary>
 #
-# Sort the ids by probability: `sorted(range(len(probs)), key=lambda token: -probs[token])`.
+# Sort the ids by probability: `sorted(range(len(probs)), key=lambda token: -probs[token])`. `sorted` leaves equal ones
+# in their order.
 # </details>
 #
 # <details><summary>Hint 2: how to go on</summary>
@@ -62,7 +63,8 @@ nucleus
 # ## 2. min_p
 #
 # Keep each token that is at least `min_p` times as likely as the likeliest one. You get logits, and the temperature
-# comes first: divide the logits by it.
+# comes first: divide the logits by it. A case to try: with logits 2, 1 and 0 at temperature 1 the tokens are 1, 0.37
+# and 0.14 times as likely as the likeliest. `min_p=0.2` keeps two of them.
 
 # %% tags=["exercise", "objective-1"]
 def min_p_kept(logits, temperature, min_p):
@@ -85,14 +87,14 @@ bar
 #
 # <details><summary>Hint 2: nearly the answer</summary>
 #
-# What is left is `math.exp((logit - largest logit) / temperature)`. You need `import math`.
+# What is left is `math.exp((logit - largest logit) / temperature)`. (`math` is imported at the top.)
 # </details>
 
 # %% [markdown]
 # ## 3. The repetition penalty
 #
 # For each token that occurs in the prompt or in the output: divide its logit by the penalty if it is positive, multiply
-# if not. How often it occurs does not matter.
+# if not. How often it occurs does not matter. With penalty 2, a logit of 3 becomes 1.5, and one of -1 becomes -2.
 
 # %% tags=["exercise", "objective-1"]
 def repetition_penalty(logits, prompt, output, penalty):
@@ -121,7 +123,8 @@ penalised
 # %% [markdown]
 # ## See it
 #
-# **Predict.** Logits 2, 1, 0 and -2. How many tokens does `min_p=0.2` keep at temperature 0.5, at 1, and at 2?
+# **Predict.** Logits 2, 1, 0 and -2. How many tokens does `min_p=0.2` keep at temperature 0.5, at 1, and at 2? (`use()`
+# takes your function if its check has passed, and ours if not.)
 
 # %% tags=["predict"]
 guess = predict(cold=None, neutral=None, hot=None)
@@ -134,8 +137,8 @@ cold, neutral, hot = (len(keep([2.0, 1.0, 0.0, -2.0], t, 0.2)) for t in (0.5, 1.
 observe(guess, cold=cold, neutral=neutral, hot=hot)
 
 # %% [markdown]
-# **Explain.** The bar is the same, 0.2 of the likeliest. The temperature brings the others nearer to it or pushes them
-# away.
+# **Explain.** The bar is the same, 0.2 of the likeliest. The temperature pushes the others below it or brings them up:
+# the second token has 0.14, 0.37 and 0.61 of the likeliest, the third 0.02, 0.14 and 0.37.
 
 # %% [markdown] tags=["solution"]
 # ## Answers that look right
@@ -155,7 +158,7 @@ def top_p_kept(probs, top_p):
 course.check_top_p_kept(top_p_kept)
 
 # %% [markdown] tags=["solution"]
-# **Reading `min_p` as a probability.** Where many tokens are equally likely, nothing is left.
+# **Reading `min_p` as a probability.** Where even the likeliest token has less, nothing is left.
 
 # %% tags=["wrong"]
 def min_p_kept(logits, temperature, min_p):
