@@ -446,7 +446,7 @@ observe(guess, prompts_counted_times=(sum(given) + sum(written)) / sum(written),
 #
 # | knob | default in vLLM | what it does |
 # |---|---|---|
-# | `max_num_seqs` | 128 to 1,024, by machine and use | listeners in the hall: the most requests in a step |
+# | `max_num_seqs` | 256 to 1,024, by machine | listeners in the hall: the most requests in a step |
 # | `gpu_memory_utilization` | 0.92 | the memory for weights and notes: whether so many fit at all |
 # | `dtype`, `quantization` | the model's | the thickness of the book |
 # | how many requests you hand over | one, in a loop | none of the other knobs can fill a hall to which nobody comes |
