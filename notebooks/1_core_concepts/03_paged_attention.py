@@ -436,7 +436,7 @@ def different(result):
     return int(((result - expected).abs() > 1e-4).sum())
 
 
-key, value = cache.key[layer], cache.value[layer]
+key, value = cache.key[layer].cpu(), cache.value[layer].cpu()
 expected = in_one_piece(key, value)
 place = torch.randperm(33, generator=torch.Generator().manual_seed(0))  # block b moves to place[b]
 moved_key, moved_value = (torch.empty_like(part).index_copy_(0, place, part) for part in (key, value))
