@@ -118,8 +118,10 @@ def timeline(trace: Trace, step: int | None = None, *, clock: str = "steps", nam
 
 def amount(value: float | None, clock: str) -> str:
     """Three digits and s or ms; whole steps."""
-    if value is None or clock == "steps":
-        return "–" if value is None else f"{value:g}"
+    if value is None:
+        return "–"
+    if clock == "steps":
+        return f"{value:g}"
     return f"{value:.3g} s" if value >= 0.9995 else f"{1000 * value:.3g} ms"
 
 
